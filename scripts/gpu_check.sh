@@ -1,27 +1,50 @@
 #!/usr/bin/env bash
-# Everything that waits for an NVIDIA GPU: parity and speed of the attention kernel, the kernels' tests compiled, then the
-# benches. Needs jax with CUDA in $PYTHON (default python3); pytest, haliax and equinox for the latter parts, which are
-# left out without them. Results: JSON lines in the folder $1 (default gpu-results), for docs/benchmarks/gpu.md.
+# Everything that waits for an NVIDIA GPU. Needs jax with CUDA in $PYTHON (default python3); pytest, haliax and equinox for
+# some stages, which are left out without them. Results: JSON lines in the folder $1 (default gpu-results), for
+# docs/benchmarks/gpu.md. Further arguments choose stages; without them all run, in this order:
+#   parity    the compiled attention kernel against the reference
+#   speed     its µs, GB/s and share of the memory's speed
+#   tests     the kernels' tests, compiled, and the engine's
+#   roofline  copy bandwidth, bfloat16 peak, decode and prefill of an 8B as shares of them, launches of a step from a
+#             profile, and vLLM beside it where $VLLM_PYTHON is the Python of an environment that has it
+#   graphs    the same with XLA's own choice of CUDA graphs, without any, and with the loop over layers unrolled in them
+#   benches   attention and throughput of shape M, with the kernels and with XLA
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 python=${PYTHON:-python3}
 results=${1:-gpu-results}
+stages=" ${*:2} "
 mkdir -p "$results"
-export PYTHONPATH=$PWD/src${PYTHONPATH:+:$PYTHONPATH}
+export PYTHONPATH=$PWD/src:$PWD${PYTHONPATH:+:$PYTHONPATH}
 failed=0
 
 has() { "$python" -c "import $1" 2>/dev/null; }
+wanted() { [[ $stages == "  " || $stages == *" $1 "* ]]; }
+engine=0
+has haliax && has equinox && engine=1
+read -ra roofline <<<"${ROOFLINE:---shape 8B --batch 1,8,32,64}" # for a rehearsal: ROOFLINE="--shape tiny --batch 2"
 
 nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv >"$results/device.csv" 2>&1
-"$python" scripts/gpu_check.py --parity | tee "$results/parity.jsonl" || failed=1
-"$python" scripts/gpu_check.py --speed | tee "$results/speed.jsonl" || failed=1
-if has pytest; then
-  "$python" -m pytest -p no:cacheprovider -m "slow or not slow" tests/kernels/test_ragged_paged_attention.py tests/kernels/test_rpa_gpu.py \
-    tests/kernels/test_linear_gpu.py \
-    | tee "$results/pytest.txt" || failed=1
+if wanted parity; then "$python" scripts/gpu_check.py --parity | tee "$results/parity.jsonl" || failed=1; fi
+if wanted speed; then "$python" scripts/gpu_check.py --speed | tee "$results/speed.jsonl" || failed=1; fi
+if wanted tests && has pytest; then
+  tests=(tests/kernels/test_ragged_paged_attention.py tests/kernels/test_rpa_gpu.py tests/kernels/test_linear_gpu.py
+    tests/kernels/test_kv_write_gpu.py)
+  [[ $engine == 1 ]] && tests+=(tests/engine/test_gpu.py)
+  "$python" -m pytest -p no:cacheprovider -m "slow or not slow" "${tests[@]}" | tee "$results/pytest.txt" || failed=1
 fi
-if has haliax && has equinox; then
-  "$python" -m pytest -p no:cacheprovider -m "slow or not slow" tests/engine/test_gpu.py | tee -a "$results/pytest.txt" || failed=1
+if wanted roofline && [[ $engine == 1 ]]; then
+  "$python" scripts/gpu_roofline.py "${roofline[@]}" --trace "$results/trace" ${VLLM_PYTHON:+--vllm "$VLLM_PYTHON"} \
+    | tee "$results/roofline.jsonl" || failed=1
+fi
+if wanted graphs && [[ $engine == 1 ]]; then
+  for variant in "xla --xla_gpu_enable_command_buffer=FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,CONDITIONAL" \
+    "none --xla_gpu_enable_command_buffer=" "unrolled --xla_gpu_command_buffer_unroll_loops=true"; do
+    XLA_FLAGS="${XLA_FLAGS:-} ${variant#* }" "$python" scripts/gpu_roofline.py "${roofline[@]}" \
+      | tee "$results/roofline-graphs-${variant%% *}.jsonl" || failed=1
+  done
+fi
+if wanted benches && [[ $engine == 1 ]]; then
   "$python" -m levanter_infer.bench attention --impl gpu --batch 1,32,256 --context 1024,8192 --heads 32 --kv-heads 8 \
     --head-dim 128 | tee "$results/attention.jsonl" || failed=1
   for kernels in gpu xla; do

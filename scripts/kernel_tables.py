@@ -22,6 +22,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "src")]
 import jax.numpy as jnp  # noqa: E402
 from scripts.sweep_tpu import RECORD, read, sources  # noqa: E402
 from scripts.tpu.bundles import Kernel  # noqa: E402
+from scripts.tpu.limits import prefill_limits  # noqa: E402
 from scripts.tpu_schedule import compile_builder  # noqa: E402
 
 from levanter_infer.kernels.tpu.pool import LANES  # noqa: E402
@@ -128,7 +129,9 @@ def figures(shape: Shape, gen: str, loop: dict) -> str:
     if shape.path == "prefill":
         rows = min(tile.queries, 256) * shape.heads[0] // shape.heads[1]
         flops = 2 * rows * tokens * heads * _depth(shape) / FLOPS_PER_CYCLE[gen]
-        return f"{flops / counts[0]:.0%} ({flops / counts[1]:.0%}); {_memory(loop)}"
+        unit, least = bound(shape, gen, tokens, rows, tile.parts)
+        of_bound = f"{least / counts[0]:.0%} ({least / counts[1]:.0%}) of {unit}"
+        return f"{flops / counts[0]:.0%} ({flops / counts[1]:.0%}); {of_bound}; {_memory(loop)}"
     per_head = [count / (tokens * heads) for count in counts]
     bytes_per_s = HBM_BYTES_PER_S[gen] / min(shape.tile_shape(gen).cores, tile.parts * tile.row_shares)
     item = shape.tile_shape(gen).page_bytes * tile.pages / tile.parts
@@ -137,6 +140,20 @@ def figures(shape: Shape, gen: str, loop: dict) -> str:
         least = max(least, 2 * shape.heads[0] * tokens * _depth(shape) / FLOPS_PER_CYCLE[gen])
     over = [count / least for count in counts]
     return f"{per_head[0]:.3f} ({per_head[1]:.3f}); {over[0]:.2f} ({over[1]:.2f}); {_memory(loop)}; {loop['short']}"
+
+
+def bound(shape: Shape, gen: str, tokens: int, rows: int, parts: int) -> tuple[str, float]:
+    """The unit that a KV block of prefill needs longest, and the bundles of one grid step for it."""
+    pool = shape.tile_shape(gen).pool
+    limits = prefill_limits(
+        gen,
+        keys=tokens,
+        columns=rows * pool.heads_per_group,
+        head_dim=pool.lane_tiles * LANES,
+        value_dim=pool.value_tiles * LANES,
+    )
+    unit = max(limits, key=limits.__getitem__)
+    return unit, limits[unit] * (pool.groups // parts)
 
 
 def _depth(shape: Shape) -> int:

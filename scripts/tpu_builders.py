@@ -1,5 +1,6 @@
 """Programs to compile for a TPU and look at, for scripts/tpu_schedule.py and tools of its kind.
 
+`sampling` is each of the kernels that sample: rows=, vocab=, parts=devices that share the vocabulary.
 `experts` is one matrix of a layer of experts for all tokens of a step: tokens=, num_experts=, chosen=experts of a
 token, ins= and outs= (defaults: the gate of Qwen3-30B-A3B at 64 tokens), impl=backend. `decode`, `prefill` and `mixed`
 are one call of the attention entry; `program` is the engine's own round, without sinks and attention_chunk. These take
@@ -27,6 +28,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[1] / "src")]
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 
+from levanter_infer.decode.sampling_draw import level_widths, num_words  # noqa: E402
 from levanter_infer.engine.backend_choice import BackendChoice  # noqa: E402
 from levanter_infer.engine.config import EngineConfig  # noqa: E402
 from levanter_infer.engine.mesh import make_mesh  # noqa: E402
@@ -34,8 +36,10 @@ from levanter_infer.engine.runner import programs_for, round_types, shapes_for  
 from levanter_infer.kernels.call import AttentionCall, GroupedCall, PoolShape  # noqa: E402
 from levanter_infer.kernels.registry import make_backend  # noqa: E402
 from levanter_infer.kernels.rules import ScoreRules  # noqa: E402
+from levanter_infer.kernels.tpu import sampling as tpu_sampling  # noqa: E402
 from levanter_infer.kernels.tpu.tiling import Tiles, TileShape, choose, generation  # noqa: E402
 from levanter_infer.layers.layout import Layout  # noqa: E402
+from levanter_infer.layers.shard_axis import ShardAxis, Vocabulary  # noqa: E402
 from levanter_infer.models.decoder import DecoderModel  # noqa: E402
 from levanter_infer.models.registry import family_for  # noqa: E402
 
@@ -67,6 +71,8 @@ MODELS = {
     ),
 }
 LAYERS = 2
+MIN_POOL_BYTES = 2**28
+"""More than the VMEM of any generation: XLA would put a smaller pool there, and a copy from it is a loop."""
 MAX_POOL_BYTES = 2**31
 
 
@@ -102,6 +108,37 @@ def experts(mesh, *, tokens=64, num_experts=128, chosen=8, ins=2048, outs=768, d
     )
 
 
+def sampling(mesh, *, rows=256, vocab=128256, parts=4):
+    """Each of the kernels that sample from a device's part of the logits."""
+    numbers = Vocabulary(vocab, ShardAxis("model", parts))
+    own, widths = numbers.part_size, level_widths(vocab)
+
+    def call(logits, terms, rules, clocks, pivots, num_rows):
+        values, bound = tpu_sampling.candidates(logits, parts, num_rows)
+        together = jnp.concatenate([values] * parts, axis=1)  # instead of what other devices send
+        upper, lower = tpu_sampling.weight_sums(logits, terms, widths, num_rows, keep=True)
+        total, _ = tpu_sampling.weight_sums(logits, terms, level_widths(own), num_rows, keep=False)
+        used = jnp.arange(rows) < num_rows
+        return (
+            tpu_sampling.logit_stats(logits, num_rows),
+            tpu_sampling.thresholds(together, rules, num_rows),
+            tpu_sampling.reached(logits, terms, pivots, used),
+            tpu_sampling.descend(upper, lower, clocks, widths[:-1], num_rows),
+            (bound, total),
+        )
+
+    f32 = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
+    i32 = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
+    return call, (
+        f32((rows, own)),
+        f32((rows, 4)),
+        f32((rows, 6)),
+        f32((rows, num_words(vocab))),
+        i32((rows, 15)),
+        i32(()),
+    )
+
+
 def _call(
     *,
     heads,
@@ -125,7 +162,9 @@ def _call(
     seq_pages = -(-context // page)
     pool_shape = functools.partial(_pool_shape, impl, num_kv_heads, head_dim, page, kv_dtype, value_dim is not None)
     page_bytes = math.prod(pool_shape(1)) * kv_dtype.itemsize
-    pool_pages = pool_pages or max(1, min(seqs * seq_pages, MAX_POOL_BYTES // page_bytes))
+    pool_pages = pool_pages or max(
+        -(-MIN_POOL_BYTES // page_bytes), min(seqs * seq_pages, MAX_POOL_BYTES // page_bytes)
+    )
 
     def call(*arrays):
         own = dict(sliding_window=window, attention_chunk=attention_chunk, soft_cap=soft_cap)

@@ -7,50 +7,21 @@ unwanted copies; how fast it all is is not.
 
 import json
 import os
-import sys
 from pathlib import Path
 
-TARGET = """
-gpu_device_info {
-  threads_per_block_limit: 1024
-  threads_per_warp: 32
-  shared_memory_per_block: 49152
-  shared_memory_per_core: 233472
-  shared_memory_per_block_optin: 232448
-  threads_per_core_limit: 2048
-  core_count: 132
-  fpus_per_core: 128
-  block_dim_limit_x: 2147483647
-  block_dim_limit_y: 65535
-  block_dim_limit_z: 65535
-  memory_bandwidth: 4800000000000
-  l2_cache_size: 52428800
-  clock_rate_ghz: 1.98
-  device_memory_size: 141000000000
-  cuda_compute_capability { major: 9 }
-  registers_per_core_limit: 65536
-  registers_per_block_limit: 65536
-}
-platform_name: "CUDA"
-dnn_version_info { major: 9 minor: 8 }
-device_description_str: "NVIDIA H200"
-"""
+from levanter_infer.runtime import gpu_compiler
 
-
-SMALL_TARGET = TARGET.replace("capability { major: 9 }", "capability { major: 8 minor: 6 }").replace(
-    "optin: 232448", "optin: 101376"
-)
+TARGET = gpu_compiler.describe("NVIDIA H200", "9.0", 141_000_000_000, 4800)
+SMALL_TARGET = TARGET.replace("major: 9 minor: 0", "major: 8 minor: 6").replace("optin: 232448", "optin: 101376")
 """A GPU of capability 8.6, which has the least shared memory of those that the kernels are written for: 99 KB."""
 
 
 def set_up_compiler() -> None:
     """For a process that compiles for a GPU; before it imports jax."""
-    nvcc = next((str(p) for part in sys.path for p in Path(part).glob("nvidia/cu*/bin/ptxas")), None)
-    if nvcc is None:
-        raise SystemExit("no ptxas: install nvidia-cuda-nvcc-cu12")
-    # Without autotuning: there is nothing to tune on.
-    flags = f"--xla_gpu_cuda_data_dir={Path(nvcc).parents[1]} --xla_gpu_autotune_level=0"
-    os.environ.update(JAX_PLATFORMS="cpu", XLA_FLAGS=f"{os.environ.get('XLA_FLAGS', '')} {flags}")
+    missing = gpu_compiler.why_missing()
+    if missing is not None:
+        raise SystemExit(missing)
+    os.environ.update(gpu_compiler.compiler_environment())
 
 
 def main() -> None:

@@ -34,6 +34,8 @@ from levanter_infer.engine.engine import InferenceEngine
 from levanter_infer.engine.mesh import MeshConfig, make_mesh
 from levanter_infer.engine.params import SamplingParams
 from levanter_infer.engine.request import Request
+from levanter_infer.kernels.tpu import sampling as tpu_sampling
+from levanter_infer.kernels.tpu.backend import TpuBackend
 from levanter_infer.kernels.xla.backend import XlaBackend
 from levanter_infer.layers.layout import Layout
 from levanter_infer.layers.shard_axis import ShardAxis, Vocabulary
@@ -314,8 +316,19 @@ def spread_over(mesh, leaf: jax.Array) -> jax.Array:
     return jax.make_array_from_callback(whole.shape, sharding, lambda index: whole[index])
 
 
-def sampled(parts: int, vocab_size: int) -> dict:
-    """Samples of many rows by one device, and by `parts` with a part of the logits each."""
+@dataclasses.dataclass(frozen=True)
+class Interpreted(TpuBackend):
+    """A TPU's kernels for sampling, run by Pallas' interpreter."""
+
+    def logit_stats(self, logits, num_rows):
+        return tpu_sampling.logit_stats(logits, num_rows, interpret=True)
+
+    def sampling_kernels(self, logits):
+        return tpu_sampling.TpuSampling(True)
+
+
+def sampled(parts: int, vocab_size: int, by_kernels: bool = False) -> dict:
+    """Samples of many rows by one device, and by `parts` with a part of the logits each, which have a TPU's kernels."""
     rows, rng = 64, np.random.default_rng(vocab_size)
     limits = SamplingLimits(vocab_size, max_logprobs=3, max_logit_bias=2, max_stop_sequences=2, max_stop_tokens=2)
     columns = SamplingColumns(rows, limits)
@@ -348,9 +361,11 @@ def sampled(parts: int, vocab_size: int) -> dict:
         seq_lens=jnp.full(rows, 8, jnp.int32),
     )
 
-    def both(logits, vocab):
+    def both(logits, vocab, backend=None):
         stats = LogitStats.of(logits, vocab)
-        sampled = sample(logits, table, history, max_top=3, vocab=vocab)
+        if backend is not None:
+            stats = LogitStats.of_kernel(backend, logits, jnp.int32(rows), vocab)
+        sampled = sample(logits, table, history, max_top=3, stats=stats, vocab=vocab, backend=backend)
         best, _ = likeliest(logits, stats, 1, vocab)
         return sampled, jnp.where(sampled.finite[:, None], best, 0)  # of rows that are not finite, anything
 
@@ -358,7 +373,7 @@ def sampled(parts: int, vocab_size: int) -> dict:
     padded = np.pad(logits, ((0, 0), (0, vocab.padded_size - vocab_size)), constant_values=9)
     mesh = Mesh(np.asarray(jax.devices()[:parts]), (MODEL,))
     sharded = jax.shard_map(
-        lambda part: both(vocab.without_padding(part), vocab),
+        lambda part: both(vocab.without_padding(part), vocab, Interpreted() if by_kernels else None),
         mesh=mesh,
         in_specs=PartitionSpec(None, MODEL),
         out_specs=PartitionSpec(),
@@ -492,8 +507,8 @@ KINDS: dict[str, Callable[[Place], dict]] = {
 def case(name: str, hosts: Hosts | None = None) -> dict:
     """Args: hosts: the processes that have the devices; None: this one alone."""
     kind, _, where = name.partition("_")
-    if kind == "sample":
-        return sampled(*map(int, where.split("_")))
+    if kind in ("sample", "kernels"):
+        return sampled(*map(int, where.split("_")), by_kernels=kind == "kernels")
     return KINDS[kind]({"mesh": mesh_of(where), "hosts": hosts})
 
 

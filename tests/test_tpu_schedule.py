@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from scripts.tpu.limits import prefill_limits
 from scripts.tpu_schedule import compile_builder, describe
 
 from levanter_infer.plan.bundles import Schedules, executed, split_bundles
@@ -137,3 +138,13 @@ def test_cycles_wait_for_results():
     assert estimated_cycles([matmul, *[other] * 200, pop], "v5e") == 202
     reduced = ["{ %3 = vmax.xlane.f32.xlu0 %v1 }", "{ %v4 = vpop.xlane.xlu0 %3 }"]
     assert estimated_cycles(reduced, "v5e") == 1 + 115
+
+
+def test_the_units_bound_prefill_as_counted_by_hand():
+    # 1,024 keys, 256 queries of 4 heads: 64 passes of 16 keys over 8 stripes of 128 queries, and as many of values.
+    small = prefill_limits("v4", keys=1024, columns=1024, head_dim=128, value_dim=128)
+    assert small["MXU"] == 2 * 64 * 8 * 16 / 4
+    # Keys fill half of a unit of 256 x 256, values with the weights as stationary operand all of it.
+    large = prefill_limits("v6e", keys=1024, columns=1024, head_dim=128, value_dim=128)
+    assert large["MXU"] == (64 * 4 + 8 * 4 * 4) * 8 / 2
+    assert max(large, key=large.get) == "MXU" and large["EUP"] == 1024 == small["EUP"] / 2

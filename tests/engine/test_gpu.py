@@ -72,6 +72,15 @@ def test_a_gpu_stores_floats_and_samples_all_rows_at_once():
     assert backend.adapt(resolve_shapes(CONFIG, tiny_model(), 1)).sampled_rows is None
 
 
+def test_loops_and_branches_are_in_graphs_unless_xla_flags_say_otherwise(monkeypatch):
+    monkeypatch.delenv("XLA_FLAGS", raising=False)
+    backend = BackendChoice.of("gpu", Layout.of(None, tiny_model().config), matmul="gpu", attention="gpu")
+    assert set(backend.compiler_options) == {"xla_gpu_enable_command_buffer", "xla_disable_hlo_passes"}
+    assert str(backend.compiler_options["xla_gpu_enable_command_buffer"]).endswith("CONDITIONAL,WHILE")
+    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_autotune_level=0 --xla_gpu_enable_command_buffer=")
+    assert set(backend.compiler_options) == {"xla_disable_hlo_passes"}
+
+
 @pytest.mark.skipif(jax.default_backend() == "gpu", reason="of other platforms")
 @pytest.mark.parametrize("key", ["attention", "matmul"])
 def test_other_platforms_refuse_it(key):
@@ -90,8 +99,9 @@ def test_the_round_program_is_lowered_for_a_gpu():
     programs = Programs(model, shapes, ProgramOptions(AttentionSpec(), jnp.bfloat16, backend.attention_backend))
     traced = programs.trace_round(model, jax.eval_shape(programs.init), empty_admission(shapes))
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
-    # In each bucket attention of chunks and of decode tokens, and four matmul: q, k, v; output; gate, up; down.
-    assert text.count("__gpu$xla.gpu.triton") == len(shapes.buckets) * (2 + 4)
+    # In each bucket attention of chunks and of decode tokens, the rotation, and four matmul: q, k, v; output; gate, up;
+    # down. They compute norms and gates too. And once the statistics of the logits, in two kernels.
+    assert text.count("__gpu$xla.gpu.triton") == len(shapes.buckets) * (2 + 1 + 4) + 2
 
 
 @pytest.mark.slow

@@ -74,7 +74,7 @@ def check_sampled(found: dict) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", ["sample_2_61", "sample_4_61", "sample_8_1000", "sample_4_11"])
+@pytest.mark.parametrize("case", ["sample_2_61", "sample_4_61", "sample_8_1000", "sample_4_11", "kernels_4_8400"])
 def test_logits_in_parts_give_the_samples_of_whole_ones(case):
     check_sampled(runs(case)[case])
 

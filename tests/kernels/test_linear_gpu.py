@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from levanter_infer.kernels.call import LinearCall
-from levanter_infer.kernels.gpu.linear import stacked_matmul
+from levanter_infer.kernels.gpu.linear import norm_rows, normed, stacked_matmul
 
 LAYERS, LAYER = 3, 1
 
@@ -46,6 +46,47 @@ def test_tiles_of_rows_that_do_not_count_give_zeros_and_may_hold_nan():
     some = matmul()(x.at[64:].set(jnp.nan), weights, jnp.int32(LAYER), jnp.int32(64))[0]
     np.testing.assert_array_equal(some[:64], whole[:64])
     assert not some[64:].any()
+
+
+def fused(call: LinearCall):
+    return stacked_matmul(call, interpret=jax.default_backend() != "gpu")
+
+
+def narrow(values, dtype):
+    """As the kernels and XLA round what they multiply."""
+    return np.asarray(jnp.asarray(values, jnp.float32).astype(dtype), np.float64)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("rows", [3, 16, 40])
+def test_norm_gate_and_residual_equal_numpy(rows, dtype):
+    x, (weight,) = problem(rows, 72, (33,), dtype)
+    rng = np.random.default_rng(1)
+    norm = jnp.asarray(rng.standard_normal((LAYERS, 72)), dtype)
+    gate, residual = (jnp.asarray(rng.standard_normal((rows, size)), dtype) for size in (72, 33))
+    layer, wide, matrix = jnp.int32(LAYER), np.asarray(x, np.float64), np.asarray(weight[LAYER], np.float64)
+    tolerance = dict(atol=0.15, rtol=0.02) if dtype == "bfloat16" else dict(atol=0.03, rtol=3e-3)
+
+    (y,) = fused(LinearCall(x, [weight], [33], layer, norm=(norm, 0.5), residual=residual))
+    scale = 1 / np.sqrt((wide**2).mean(axis=1, keepdims=True) + 0.5)
+    exact = narrow(wide * scale * np.asarray(norm[LAYER], np.float64), dtype) @ matrix.T
+    assert y.dtype == jnp.float32
+    np.testing.assert_allclose(y, exact + np.asarray(residual, np.float64), **tolerance)
+
+    (y,) = fused(LinearCall(x, [weight], [33], layer, gate=gate, residual=residual, dtype=x.dtype))
+    opened = np.asarray(gate, np.float64)
+    exact = narrow(opened / (1 + np.exp(-opened)) * wide, dtype) @ matrix.T + np.asarray(residual, np.float64)
+    assert y.dtype == x.dtype
+    np.testing.assert_allclose(np.asarray(y, np.float64), exact, **tolerance)
+
+
+def test_a_norm_of_its_own_equals_jnp():
+    x, _ = problem(40, 72, (1,))
+    weights = jnp.asarray(np.random.default_rng(2).standard_normal((LAYERS, 72)), x.dtype)
+    found = norm_rows(x, weights, 1e-5, jnp.int32(LAYER), interpret=jax.default_backend() != "gpu")
+    np.testing.assert_allclose(
+        np.asarray(found, np.float32), np.asarray(normed(x, weights[LAYER], 1e-5), np.float32), rtol=1e-2
+    )
 
 
 def test_float32_is_refused():

@@ -27,7 +27,7 @@ def small_tiles(sizes: Sizes, *, tokens=128, slots=3, parts=1) -> Tiles:
     pool = TpuPool(sizes.kv_heads, sizes.head_dim, value_dim=sizes.value_dim)
     pages = max(1, tokens // sizes.page_size)
     queries = max(8, align_queries(pool.heads_per_group * sizes.q_heads // sizes.kv_heads))
-    return Tiles(Tile(pages, slots, parts), Tile(pages, 2, pool.groups, queries))
+    return Tiles(Tile(pages, slots, parts), Tile(pages, slots, pool.groups, queries))
 
 
 def run(batch, *, tiles=None, traced=None, **static):
@@ -89,6 +89,15 @@ def test_rows_that_cores_share_equal_dense(sizes, monkeypatch):
     tiles = small_tiles(sizes, parts=sizes.kv_heads)
     tiles = Tiles(*(dataclasses.replace(tile, row_shares=2) for tile in (tiles.decode, tiles.prefill)))
     check(make_ragged(sizes, [(1, 140), (7, 9), (1, 3), (20, 150)]), tiles=tiles)
+
+
+def test_int8_that_is_converted_by_shifts_equals_dense(monkeypatch):
+    """As on v4: the keys of a block have another order."""
+    monkeypatch.setattr("levanter_infer.kernels.tpu.decode.shifts_words", lambda: True)
+    sizes = Sizes(4, 2, 64, 32, tokens=12, rows=4, max_pages=10, dtype="int8")
+    batch = make_ragged(sizes, [(1, 300), (1, 140), (1, 3), (1, 290)])
+    check(batch, tiles=small_tiles(sizes, tokens=256), traced=dict(sliding_window=jnp.int32(150)))
+    check(batch, tiles=small_tiles(sizes))
 
 
 @pytest.mark.slow
@@ -207,7 +216,7 @@ def test_poison_of_a_row_does_not_reach_others():
 
 
 LONG = Sizes(8, 1, 128, 64, tokens=80, rows=3, max_pages=12)
-LONG_TILES = Tiles(Tile(pages=8, slots=2, parts=1), Tile(pages=8, slots=2, parts=1, queries=64))
+LONG_TILES = Tiles(Tile(pages=8, slots=2, parts=1), Tile(pages=8, slots=3, parts=1, queries=64))
 """Items of 512 keys, which are masked 128 at a time, and blocks of 512 rows, which are computed 256 at a time."""
 
 

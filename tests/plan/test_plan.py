@@ -304,6 +304,17 @@ def test_a_mesh_is_laid_over_the_chips_of_a_torus():
 
 @pytest.mark.slow
 @pytest.mark.tpu_compile
+def test_the_cores_of_a_v4_are_one_device():
+    pytest.importorskip("libtpu", reason="the TPU compiler comes with the extra `test`")
+    code = GRID.split("print")[0].replace("v5e-16", "v4-8") + "print([device.coords for device in devices])"
+    command = [sys.executable, "-W", "ignore", "-c", code]
+    environment = compiled.environment_for(parse_target("v4-8"))
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.stdout.split("\n")[0] == "[[0, 0, 0], [1, 0, 0], [0, 1, 0], [1, 1, 0]]", done.stderr[-500:]
+
+
+@pytest.mark.slow
+@pytest.mark.tpu_compile
 def test_programs_are_compiled_for_a_tpu():
     pytest.importorskip("libtpu", reason="the TPU compiler comes with the extra `test`")
     raw = shape("llama-3.2-1b") | {"num_hidden_layers": 2, "vocab_size": 1000}

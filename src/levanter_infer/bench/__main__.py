@@ -16,6 +16,7 @@ COMMANDS = {
     "preemption": "pools too small for their load: tokens/s of computing again and of moving pages to the host",
     "matmul": "the matmuls of a step alone: what a step takes at least",
     "scenarios": "long contexts, mixed lengths, a growing chat, with and without a cache",
+    "step": "a decode step on a CPU beside the limits of memory and arithmetic, and where its time goes",
     "startup": "from the start of a process to its first token; compilation over the layers",
     "throughput": "prefill and decode tokens/s of a random model",
 }

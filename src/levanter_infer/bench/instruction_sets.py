@@ -44,6 +44,12 @@ def chosen_isa(model: DecoderModel, isas: Sequence[str]) -> str:
     return chosen
 
 
+def multiplying_isa(isa: str, dtype) -> str:
+    """The instruction set whose multiplications the matmuls of `isa` use for weights of `dtype`."""
+    usable = usable_isas(dtype)
+    return isa if isa in usable else usable[0]
+
+
 def with_isa(model: DecoderModel, isa: str) -> DecoderModel:
     """A prepared model for another instruction set with panels of the same width."""
 

@@ -2,9 +2,15 @@
 
 Each matmul runs layer by layer over the whole stack, as in a step, fused with its norm, gate and residual. `call_ms` is
 such a call for no rows at all.
+
+`--limits` measures, in turn with each matmul, how fast memory is read and how fast the instruction set of the kernels
+multiplies and adds, and prints each matmul's share of the bound that follows (`bench/limits.py`): 1 is as fast as this
+processor can be. Memory's bandwidth is that of as many bytes as the matmul's weights in all layers have, because they
+are read in turn and may stay in a cache; the last line has the bandwidth of memory itself, by the number of threads.
 """
 
 import argparse
+import functools
 from collections.abc import Callable, Sequence
 
 import haliax as hax
@@ -14,12 +20,21 @@ from haliax import Axis, NamedArray
 
 from levanter_infer.axes import MLP, TOKEN
 from levanter_infer.bench.attention import Clock
-from levanter_infer.bench.instruction_sets import add_isa_argument, chosen_isa, compared, isas_in_turn, prepared_for
-from levanter_infer.bench.report import digest, emit, provenance
+from levanter_infer.bench.instruction_sets import (
+    add_isa_argument,
+    chosen_isa,
+    compared,
+    isas_in_turn,
+    multiplying_isa,
+    prepared_for,
+)
+from levanter_infer.bench.limits import Bound, Probe, share_of_bound
+from levanter_infer.bench.report import digest, emit, provenance, summarize
 from levanter_infer.bench.workload import add_model_arguments, model_sizes, numbers, random_model
 from levanter_infer.decode.programs import compile_program
 from levanter_infer.engine.backend_choice import BackendChoice
 from levanter_infer.engine.config import EngineConfig
+from levanter_infer.engine.instructions import choose
 from levanter_infer.layers.attention import Attention
 from levanter_infer.layers.linear import apply
 from levanter_infer.models.decoder import DecoderModel
@@ -29,17 +44,34 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rows", type=numbers, default=(1, 8, 32, 256), help="tokens of the step; default 1,8,32,256")
     parser.add_argument("--matmul", default="auto", help="engine.matmul; default auto")
     add_isa_argument(parser)
+    parser.add_argument(
+        "--limits",
+        action="store_true",
+        help="a line for each matmul: its share of the bound that the rates of memory and arithmetic give, which are "
+        "measured in turn with it; of the C++ kernels",
+    )
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--milliseconds", type=float, default=100, help="of one measurement, about; default 100")
     add_model_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> None:
-    """Print one line per number of rows."""
+    """Print one line per number of rows; with `--limits` one per instruction set, number of rows and matmul."""
     about = provenance()
     given = random_model(model_sizes(args), args.dtype)
     clock = Clock(args.repeats, args.milliseconds)
     isas = isas_in_turn(args.cpu_isa, args.dtype)
+    if args.limits:
+        named = isas or [choose(args.cpu_isa, args.dtype).isa]
+        models, probe = prepared_for(named, given), Probe()
+        del given
+        for isa, model in models.items():
+            config = {"model": model_sizes(args), "dtype": args.dtype, "matmul": "cpu", "cpu_isa": isa}
+            for rows in args.rows:
+                for line in beside_limits(model, rows, clock, probe, multiplying_isa(isa, args.dtype)):
+                    emit({"bench": "matmul", **line, "config": config, **about})
+        emit({"bench": "matmul", "limits": probe.measured(), **about})
+        return
     if isas is not None:
         chosen, models = chosen_isa(given, isas), prepared_for(isas, given)
         del given
@@ -104,6 +136,37 @@ def compare(models: dict[str, DecoderModel], rows: int, clock: Clock, chosen: st
     return {"rows": rows, "step_ms": compared(steps, chosen), "workload_hash": digest([rows, clock.milliseconds])}
 
 
+def beside_limits(model: DecoderModel, rows: int, clock: Clock, probe: Probe, isa: str) -> list[dict[str, object]]:
+    """A line for each matmul: its times, and its share of the bound by memory and arithmetic.
+
+    Args:
+        isa: the instruction set that multiplies.
+    """
+    parameters, itemsize = parameters_of(model), jnp.dtype(model.dtype).itemsize
+    lines: list[dict[str, object]] = []
+    for name, matmul in MATMULS.items():
+        num_bytes, flops = parameters[name] * itemsize, 2 * rows * parameters[name]
+        of_all_layers = num_bytes * (1 if name == "head" else model.config.num_layers)
+        one_turn, times, bounds = clock.turns(_runner(model, matmul, name, rows)), [], []
+        for _ in range(clock.repeats):
+            gbps, gflops = probe.gbps(of_all_layers), probe.gflops(isa)
+            times.append(one_turn())
+            bounds.append(Bound.of(num_bytes, flops, gbps, gflops))
+        probe.gbps(), probe.gbps(threads=1), probe.gflops(isa, threads=1)
+        lines.append(
+            {
+                "rows": rows,
+                "matmul": name,
+                "weights_bytes": num_bytes,
+                "flops": flops,
+                "ms": summarize(times, 5),
+                **share_of_bound(times, bounds),
+                "workload_hash": digest([rows, name, clock.milliseconds]),
+            }
+        )
+    return lines
+
+
 def _runner(model: DecoderModel, matmul: Callable, name: str, rows: int) -> Callable[[int], None]:
     start, program = (inputs_of(model, rows)[name], jnp.float32(0)), compile_program(_over_layers(matmul))
 
@@ -158,24 +221,25 @@ MATMULS: dict[str, Callable] = {
     "out": lambda layer, attended, x: apply(attended, layer.attention.o_proj, residual=x),
     "gate_up": lambda layer, x: apply(x, layer.mlp.gate_proj, layer.mlp.up_proj, norm=layer.mlp_norm),
     "down": lambda layer, up, gate, x: apply(up, layer.mlp.down_proj, gate=gate, residual=x),
-    "head": lambda model, x: [model.logits(x)],
+    "head": lambda logits, x: [logits(x)],
 }
 
 
 def _over_layers(matmul: Callable) -> Callable:
     """A program that runs a matmul `trips` times, in one layer after another; each trip depends on the one before.
 
-    Carries the inputs, and one number of the last result.
+    Carries the inputs, and one number of the last result, on which the number of rows of the next trip depends.
     """
 
     def program(trips, start, model: DecoderModel, num_rows):
         def body(trip, carry):
-            inputs, _ = carry
+            inputs, last = carry
             layer = trip % model.config.num_layers
-            part = model if matmul is MATMULS["head"] else model.layers.at(layer, num_rows)
+            used = num_rows + (last * 0).astype(jnp.int32)
+            is_head = matmul is MATMULS["head"]
+            part = functools.partial(model.logits, num_rows=used) if is_head else model.layers.at(layer, used)
             results = jax.lax.optimization_barrier(matmul(part, *inputs))
-            seen = jnp.sum(jnp.stack([result.array.reshape(-1)[0].astype(jnp.float32) for result in results]))
-            return (inputs[0] + (seen * 0).astype(inputs[0].dtype), *inputs[1:]), seen
+            return inputs, jnp.sum(jnp.stack([result.array.reshape(-1)[0].astype(jnp.float32) for result in results]))
 
         return jax.lax.fori_loop(0, trips, body, start)
 

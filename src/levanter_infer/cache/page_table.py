@@ -99,15 +99,17 @@ class PageTable(eqx.Module):
 
     def reclaim(self, pages: Array) -> "PageTable":
         """Add one reference to each of `pages`, which may be free: free ones leave the ring, and the order of the rest
-        stays. Costs O(pages of the pool) if there is such a page.
+        stays. Costs O(pages of the pool).
 
         Args:
             pages: any shape; none entries are ignored, repeats count.
         """
-        table = self.share(pages)
-        counts = gather(self.ref_counts, pages, 1)
+        return self.share(pages).without_held()
 
-        def without_held(table: "PageTable") -> "PageTable":
+    def without_held(self) -> "PageTable":
+        """Without pages in the ring that have references: after `share` of free pages. The order of the rest stays."""
+
+        def compacted(table: "PageTable") -> "PageTable":
             index = jnp.arange(table.num_pages, dtype=jnp.int32)
             place = jax.lax.rem(table.ring_head + index, table.num_pages)
             listed = table.free_ring[place]
@@ -116,7 +118,8 @@ class PageTable(eqx.Module):
             ring = scatter(table.free_ring, jnp.where(stays, rank - 1, table.num_pages), listed)
             return replace(table, free_ring=ring, ring_head=jnp.zeros_like(table.ring_head), num_free=rank[-1])
 
-        return run_if(jnp.any(counts == 0), without_held, table)
+        num_free = jnp.sum(self.ref_counts == 0, dtype=jnp.int32)
+        return run_if(num_free < self.num_free, compacted, self)
 
     def reset(self) -> "PageTable":
         """Every page free, in the order of the pool."""

@@ -4,9 +4,11 @@ import equinox as eqx
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Int32, UInt32
 
 from levanter_infer.cache.arrays import full, gather, replace, scatter
+from levanter_infer.kernels.loops import in_blocks
 
 WAYS = 8
 """Pages that one bucket of the table can name; a power of two."""
@@ -122,8 +124,14 @@ class PrefixTable(eqx.Module):
 
         # Several sequences may have filled a page with the same contents: the first one's is found
         fresh = self.next_serial + jnp.cumsum(used, dtype=jnp.int32) - 1
-        same = used[None, :] & (hashes[:, None] == hashes[None, :]) & (is_known[:, None] == is_known[None, :])
-        first = jnp.where(used, jnp.argmax(same, axis=1).astype(jnp.int32), index)
+
+        def equal_before(rows: Array) -> list[Array]:
+            same = (hashes[rows][:, None] == hashes[None, :]) & (is_known[rows][:, None] == is_known[None, :])
+            return [jnp.argmax(used[None, :] & same, axis=1).astype(jnp.int32)]
+
+        first = jnp.where(
+            used, in_blocks(equal_before, jnp.max(jnp.where(used, index + 1, 0)), index.shape[0])[0], index
+        )
         serials = jnp.where(is_known, known_serials, fresh[first])
         parents = after(serials)
         agrees = (parents == parents[first]) & jnp.all(tokens == tokens[first], axis=1)
@@ -175,11 +183,20 @@ class PrefixTable(eqx.Module):
         taken = self.findable(entries)
         taken &= self._bucket(gather(self.hashes, entries)) == buckets[:, None]
         index = jnp.arange(pages.shape[0], dtype=jnp.int32)
-        rank = jnp.sum((buckets[:, None] == buckets[None, :]) & (index[None, :] < index[:, None]), axis=1)
+
+        def equal_before(rows: Array) -> list[Array]:
+            same = (buckets[rows][:, None] == buckets[None, :]) & (index[None, :] < rows[:, None])
+            return [jnp.sum(same, axis=1, dtype=jnp.int32)]
+
+        used = jnp.max(jnp.where(pages < self.num_pages, index + 1, 0))
+        rank = in_blocks(equal_before, used, index.shape[0])[0]
         free_rank = jnp.cumsum(~taken, axis=1) - 1
         fitting = ~taken & (free_rank == rank[:, None])
         way = jnp.where(jnp.any(fitting, axis=1), jnp.argmax(fitting, axis=1), serials & (WAYS - 1))
-        return replace(self, buckets=scatter(self.buckets, (buckets, way), pages))
+        # Stored row by row, as it is between steps: within a loop XLA prefers columns on a TPU, and copies the table.
+        return replace(
+            self, buckets=with_layout_constraint(scatter(self.buckets, (buckets, way), pages), Layout((0, 1)))
+        )
 
     def _bucket(self, hashes: Array) -> Array:
         mask = jnp.uint32(self.buckets.shape[0] - 1)

@@ -27,15 +27,15 @@ from levanter_infer.cache.prefix_table import UNKNOWN, PrefixTable, chained, con
 from levanter_infer.cache.state_snapshots import StateSnapshots
 from levanter_infer.cache.window_pages import WindowPages
 from levanter_infer.decode.codes import DEFAULT_ROOT, RUNNING, is_private_root
-from levanter_infer.decode.paging import page_at, release_tails
+from levanter_infer.decode.paging import page_at, release_tails, share_tails
 from levanter_infer.decode.sequence_table import SequenceTable, is_ready
 from levanter_infer.decode.shapes import Shapes
 from levanter_infer.decode.snapshots import NOWHERE, StatePlan
 from levanter_infer.decode.state import DecodeState
-from levanter_infer.kernels.loops import run_if
+from levanter_infer.kernels.loops import in_blocks, run_if
 
-_WINDOW = 32
-"""Pages that a sequence looks up at once."""
+_WINDOW, _SEEKERS = 32, 64
+"""Pages that a sequence looks up at once, and sequences that do."""
 
 
 def match_prefix(state: DecodeState, shapes: Shapes, order: Array) -> tuple[DecodeState, Array, StatePlan | None]:
@@ -55,11 +55,7 @@ def match_prefix(state: DecodeState, shapes: Shapes, order: Array) -> tuple[Deco
     # Loops carry what they change and nothing else: everything that is carried costs time to compile.
     def share(carry):
         page_indices, before, page_table, windows, hits, _, snapshots, plan = carry
-        _, page_indices, computed = jax.lax.while_loop(
-            lambda carry: carry[0],
-            lambda carry: _take_window(_with(state, *carry[1:]), shapes, order, seekers),
-            (jnp.asarray(True), page_indices, before),
-        )
+        page_indices, computed = _take_known(state, shapes, order, seekers)
         if state.windows or plan is not None:
             found = computed
             page_indices, computed, windows = run_if(
@@ -69,10 +65,9 @@ def match_prefix(state: DecodeState, shapes: Shapes, order: Array) -> tuple[Deco
             )
         if plan is not None:
             snapshots, plan = _restored(_with(state, page_indices, computed), shapes, before, found)
-        column = jnp.arange(page_indices.shape[1], dtype=jnp.int32)[None, :]
-        found = (column >= page_of(before, size)[:, None]) & (column < page_of(computed, size)[:, None])
-        page_table = page_table.reclaim(jnp.where(found, page_indices, shapes.num_pages))
-        hits = hits + jnp.sum(found, dtype=jnp.int32)
+        begin, end = page_of(before, size), page_of(computed, size)
+        page_table = share_tails(page_table, page_indices, begin, end).without_held()
+        hits = hits + jnp.sum(end - begin, dtype=jnp.int32)
         waits, leaders = _waits(_with(state, page_indices, computed), shapes, order)
         if plan is not None:
             partings = _partings(_with(state, page_indices, computed), shapes, waits, leaders)
@@ -180,7 +175,11 @@ def insert_prefix(state: DecodeState, shapes: Shapes, filled: Array, failed: Arr
         prefix, pages = _insert_pages(replace(state, prefix=prefix), shapes, counts)
         if snapshots is not None:
             snapshots = snapshots.follow(prefix, pages)
-        return prefix.hide(jnp.where(failed[:, None], state.sequences.page_indices, prefix.num_pages)), snapshots
+
+        def without_failed(prefix: PrefixTable) -> PrefixTable:
+            return prefix.hide(jnp.where(failed[:, None], state.sequences.page_indices, prefix.num_pages))
+
+        return run_if(jnp.any(failed), without_failed, prefix), snapshots
 
     prefix, snapshots = run_if(jnp.any((counts > 0) | failed), insert, (state.prefix, state.snapshots))
     return replace(state, prefix=prefix, snapshots=snapshots)
@@ -229,16 +228,43 @@ def _next_pages(state: DecodeState, slots: Array, width: int) -> tuple[Array, Ar
     return serials, hashes, tokens.reshape(-1, width, size)
 
 
-def _take_window(state: DecodeState, shapes: Shapes, order: Array, seekers: Array) -> tuple[Array, Array, Array]:
-    """Enter the next pages that are found into `page_indices`.
+def _take_known(state: DecodeState, shapes: Shapes, order: Array, seekers: Array) -> tuple[Array, Array]:
+    """Enter the pages that the slots in the mask `seekers` find into `page_indices`.
 
-    Returns: whether there may be more; `page_indices` and `num_computed`. The references are not counted yet.
+    Returns: `page_indices` and `num_computed`. The references are not counted yet.
+    """
+    size = state.page_table.page_size
+    block = min(_SEEKERS, shapes.max_seqs)
+    starts = (offset_of(state.sequences.num_computed, size) == 0) & (_shareable(state, seekers) > 0)
+    slots = _rows(shapes, order, starts)
+    slots = jnp.pad(slots, (0, -slots.shape[0] % block), constant_values=shapes.num_slots)
+    count = jnp.sum(starts, dtype=jnp.int32)
+
+    def of_block(carry):
+        start, *found = carry
+        own = jax.lax.dynamic_slice_in_dim(slots, start, block)
+        _, *found = jax.lax.while_loop(
+            lambda carry: carry[0],
+            lambda carry: _take_window(_with(state, *carry[1:]), shapes, own, seekers),
+            (jnp.asarray(True), *found),
+        )
+        return start + block, *found
+
+    table = state.sequences
+    carry = (jnp.int32(0), table.page_indices, table.num_computed)
+    _, page_indices, computed = jax.lax.while_loop(lambda carry: carry[0] < count, of_block, carry)
+    return page_indices, computed
+
+
+def _take_window(state: DecodeState, shapes: Shapes, slots: Array, seekers: Array) -> tuple[Array, Array, Array]:
+    """Enter the next pages that `slots` i32[n] find into `page_indices`.
+
+    Returns: whether there may be more; `page_indices` and `num_computed`.
     """
     table, size = state.sequences, state.page_table.page_size
     assert state.prefix is not None
     width = min(_WINDOW, table.page_indices.shape[1])
     shareable = jnp.where(offset_of(table.num_computed, size) == 0, _shareable(state, seekers), 0)
-    slots = _rows(shapes, order, shareable > 0)
     serials, hashes, tokens = _next_pages(state, slots, width)
     pages, _ = state.prefix.find(serials, hashes, tokens, gather(shareable, slots, 0))
     refs = gather(state.page_table.ref_counts, pages, 0)
@@ -262,11 +288,18 @@ def _waits(state: DecodeState, shapes: Shapes, order: Array) -> tuple[Array, Arr
     page = chained(content_hashes(tokens[:, 0]), jnp.zeros_like(slots), hashes)
     offset = offset_of(gather(table.num_computed, slots, 0), size)
     index = jnp.arange(slots.shape[0], dtype=jnp.int32)
-    same = (serials[:, None] == serials[None, :]) & (page[:, None] == page[None, :])
-    same &= (serials != UNKNOWN)[:, None] & (slots < table.num_slots)[None, :]
-    ahead = (offset[None, :] > 0) | (index[None, :] < index[:, None])
-    waits = jnp.any(same & ahead, axis=1) & (offset == 0)
-    leaders = gather(slots, jnp.argmax(same & ahead, axis=1), table.num_slots)
+    seeks = slots < table.num_slots
+
+    def ahead_of(rows: Array) -> list[Array]:
+        """Whether one is ahead of each of `rows`, bool[row], and the first of them, i32[row]."""
+        same = (serials[rows][:, None] == serials[None, :]) & (page[rows][:, None] == page[None, :])
+        same &= (serials != UNKNOWN)[rows][:, None] & seeks[None, :]
+        same &= (offset[None, :] > 0) | (index[None, :] < rows[:, None])
+        return [jnp.any(same, axis=1), jnp.argmax(same, axis=1).astype(jnp.int32)]
+
+    has_leader, leader = in_blocks(ahead_of, jnp.sum(seeks, dtype=jnp.int32), slots.shape[0])
+    waits = has_leader & (offset == 0)
+    leaders = gather(slots, leader, table.num_slots)
     no_leaders = full(table.num_slots, table.num_slots)
     return scatter(jnp.zeros(table.num_slots, jnp.bool_), slots, waits), scatter(no_leaders, slots, leaders)
 

@@ -362,6 +362,11 @@ class Programs:
         """The function that `round` compiles, with its argument `state` donated; for inspection."""
         return self._round.function
 
+    @property
+    def compiled_round(self) -> jax.stages.Compiled:
+        """The executable of `round`, for inspection; waits for its compilation, which has begun."""
+        return self._round.wait()
+
     def trace_round(self, model, state, admission):
         """The round program, traced for inspection; arguments may be `jax.ShapeDtypeStruct`s."""
         return self._round.jitted.trace(model, state, admission)

@@ -22,12 +22,12 @@ import jax.numpy as jnp
 from jax import Array
 
 from levanter_infer.cache.arrays import gather, scatter, scatter_add
-from levanter_infer.decode.sampling_draw import draw, num_words, random_words, row_sums
-from levanter_infer.decode.sampling_filters import filter_thresholds
+from levanter_infer.decode.sampling_draw import draw, draw_by_kernels, num_words, random_words, row_sums
+from levanter_infer.decode.sampling_filters import filter_thresholds, thresholds_by_kernels
 from levanter_infer.decode.sampling_table import SamplingTable as SamplingTable
 from levanter_infer.decode.sampling_table import stop_match as stop_match
 from levanter_infer.kernels import scopes
-from levanter_infer.kernels.backend import Backend
+from levanter_infer.kernels.backend import Backend, SamplingKernels
 from levanter_infer.kernels.loops import run_if
 from levanter_infer.layers.shard_axis import Vocabulary
 
@@ -35,7 +35,7 @@ GREEDY_TEMPERATURE = 1e-5
 """Temperatures below this one are greedy: argmax, lowest id on ties."""
 _MIN_EXPONENT = -80.0
 """Tokens e^80 times less likely than the likeliest one have probability 0, which keeps weights out of the denormals."""
-_HISTORY_CHUNK = 1024
+_HISTORY_CHUNK, _PENALISED_ROWS = 1024, 32
 
 
 class LogitStats(eqx.Module):
@@ -44,7 +44,7 @@ class LogitStats(eqx.Module):
     peak: Array
     """f32[row], the largest logit."""
     total: Array
-    """f32[row], the sum of e^(logit - peak); NaN where a logit is NaN or +inf, or all are -inf."""
+    """f32[row], the sum of e^(logit - peak); NaN, or 0, where a logit is NaN or +inf, or all are -inf."""
     best: Array | None = None
     """i32[row], argmax, lowest id on ties; None: not computed yet."""
 
@@ -56,10 +56,19 @@ class LogitStats(eqx.Module):
         return LogitStats(peak, axis.sum(row_sums(jnp.exp(logits - peak[:, None]))))
 
     @staticmethod
-    def of_kernel(backend: Backend, logits: Array, num_rows: Array) -> "LogitStats | None":
+    def of_kernel(
+        backend: Backend, logits: Array, num_rows: Array, vocab: Vocabulary | None = None
+    ) -> "LogitStats | None":
         """The same of the first `num_rows` rows, by the backend's kernel; None where it has none."""
         found = backend.logit_stats(logits, num_rows)
-        return None if found is None else LogitStats(*found)
+        vocab = _vocab_of(logits, vocab)
+        if found is None or vocab.shard_axis.mesh_axis is None:
+            return None if found is None else LogitStats(*found)
+        own, total, best = found
+        peak = vocab.shard_axis.max(own)
+        return LogitStats(
+            peak, vocab.shard_axis.sum(total * jnp.exp(own - peak)), vocab.first_of_parts(best, own == peak)
+        )
 
 
 class BeamCandidates(eqx.Module):
@@ -115,6 +124,7 @@ def sample(
     max_top: int,
     stats: LogitStats | None = None,
     vocab: Vocabulary | None = None,
+    backend: Backend | None = None,
 ) -> SampleOutput:
     """Sample one token per row.
 
@@ -125,7 +135,10 @@ def sample(
         stats: of these logits, where they are known already.
         vocab: of the logits; None: one device has all of it. Where it is sharded, every device gets the same sample,
             and that of one device but for rounding: no device ever has a full row of logits.
+        backend: whose kernels sample, if it has some; None: XLA's code does.
     """
+    kernels = None if backend is None or stats is None else backend.sampling_kernels(logits)
+    as_read = kernels.as_read if kernels is not None else lambda logits: logits
     vocab = _vocab_of(logits, vocab)
     stats = LogitStats.of(logits, vocab) if stats is None else stats
     column = rows.columns
@@ -139,37 +152,49 @@ def sample(
 
     greedy = column["temperature"] < GREEDY_TEMPERATURE
 
-    def process_and_choose():
-        z = run_if(jnp.any(biased), lambda z: add_bias(z, column, vocab), logits)
-        z = run_if(jnp.any(penalised), lambda z: apply_penalties(z, column, history, vocab, penalised), z)
-        z = run_if(jnp.any(banned), lambda z: _ban_stops(z, column, banned, vocab), z)
-        z_peak = vocab.shard_axis.max(jnp.max(z, axis=1))
-        best = _first_best(z, z_peak, vocab)
+    num_rows = jnp.max(jnp.where(used, jnp.arange(1, used.shape[0] + 1, dtype=jnp.int32), 0))
+
+    def choose(z: Array, peak: Array, best: Array):
         with jax.named_scope(scopes.DRAWN):
             drawn, drawn_logprobs = jax.lax.cond(
                 jnp.any(~greedy & used),
-                lambda: _draw_tokens(z, z_peak, column, history.positions, greedy, vocab),
+                lambda: _draw_tokens(z, peak, column, history.positions, greedy, vocab, kernels, num_rows),
                 lambda: (jnp.zeros_like(history.positions), jnp.zeros_like(peak)),
             )
-        return jnp.where(greedy, best, drawn), jnp.where(greedy, 0, drawn_logprobs), jnp.isfinite(z_peak)
+        return jnp.where(greedy, best, drawn), jnp.where(greedy, 0, drawn_logprobs), jnp.isfinite(peak)
 
-    # Greedy rows that want nothing else, the commonest, are spared the copy of the logits that processing works on.
-    with jax.named_scope(scopes.PROCESSED):
-        chosen, processed, possible = jax.lax.cond(
-            jnp.any((penalised | biased | banned | ~greedy) & used),
-            process_and_choose,
-            lambda: (
-                _first_best(logits, peak, vocab) if stats.best is None else stats.best,
-                jnp.zeros_like(peak),
-                jnp.isfinite(peak),
-            ),
-        )
+    def process_and_choose():
+        penalise = apply_penalties if kernels is None else _penalise_by_chunks
+        z = run_if(jnp.any(biased), lambda z: as_read(add_bias(z, column, vocab)), as_read(logits))
+        z = run_if(jnp.any(penalised), lambda z: as_read(penalise(z, column, history, vocab, penalised)), z)
+        z = as_read(run_if(jnp.any(banned), lambda z: as_read(_ban_stops(z, column, banned, vocab)), z))
+        found = None if backend is None or kernels is None else LogitStats.of_kernel(backend, z, num_rows, vocab)
+        z_peak = vocab.shard_axis.max(jnp.max(z, axis=1)) if found is None else found.peak
+        return choose(z, z_peak, _best(z, z_peak, found, vocab))
+
+    # Rows that want nothing else, the commonest, are spared the copy of the logits that processing works on: greedy
+    # ones, and where a kernel draws, all whose logits stay as they are.
+    changed = penalised | biased | banned
+    if kernels is None:
+        with jax.named_scope(scopes.PROCESSED):
+            chosen, processed, possible = jax.lax.cond(
+                jnp.any((changed | ~greedy) & used),
+                process_and_choose,
+                lambda: (_best(logits, peak, stats, vocab), jnp.zeros_like(peak), jnp.isfinite(peak)),
+            )
+    else:
+        with jax.named_scope(scopes.CHANGED):
+            chosen, processed, possible = jax.lax.cond(
+                jnp.any(changed & used),
+                process_and_choose,
+                lambda: choose(logits, peak, _best(logits, peak, stats, vocab)),
+            )
     finite = (stats.total > 0) & possible
     wanted = jnp.where(finite, column["num_logprobs"], 0)
-    top_ids, top_logprobs = _top_logprobs(logits, stats, wanted, used, max_top, vocab)
+    top_ids, top_logprobs = _top_logprobs(logits, as_read, stats, wanted, used, max_top, vocab)
     return SampleOutput(
         tokens=jnp.where(finite, chosen, 0),
-        logprobs=jnp.where(finite, logprobs_of(logits, chosen, stats, vocab), 0),
+        logprobs=jnp.where(finite, logprobs_of(as_read(logits), chosen, stats, vocab), 0),
         processed_logprobs=jnp.where(finite, processed, 0),
         top_ids=top_ids,
         top_logprobs=top_logprobs,
@@ -196,7 +221,7 @@ def likeliest(logits: Array, stats: LogitStats, count: int, vocab: Vocabulary | 
     vocab = _vocab_of(logits, vocab)
     log_total = jnp.log(stats.total)
     if count == 1:
-        best = _first_best(logits, stats.peak, vocab) if stats.best is None else stats.best
+        best = _best(logits, stats.peak, stats, vocab)
         return best[:, None], -log_total[:, None]
     values, ids = vocab.largest(logits, count)
     return ids, values - stats.peak[:, None] - log_total[:, None]
@@ -240,6 +265,33 @@ def apply_penalties(
     return jnp.where(is_penalised(column)[:, None], z, logits)
 
 
+def _penalise_by_chunks(
+    logits: Array, column: dict[str, Array], history: History, vocab: Vocabulary, penalised: Array
+) -> Array:
+    """`apply_penalties`, a few rows at a time: counts of all tokens in all rows would be twice the size of the logits.
+    Chunks without a row in the mask are skipped."""
+    rows = penalised.shape[0]
+    size = min(_PENALISED_ROWS, rows)
+    columns = {name: column[name] for name in ("frequency_penalty", "presence_penalty", "repetition_penalty")}
+    per_row = (columns, history._replace(tokens=history.slot_ids), penalised)
+
+    def chunk(index: Array, z: Array) -> Array:
+        # The last chunk may begin earlier: rows that another one has changed are not changed again.
+        first = jnp.minimum(index * size, rows - size)
+        fresh = jnp.arange(size, dtype=jnp.int32) + first >= index * size
+        own_column, own_history, own = jax.tree.map(lambda a: jax.lax.dynamic_slice_in_dim(a, first, size), per_row)
+        own, own_history = own & fresh, own_history._replace(tokens=history.tokens)
+
+        def changed(z: Array) -> Array:
+            part = jax.lax.dynamic_slice_in_dim(z, first, size)
+            new = apply_penalties(part, own_column, own_history, vocab, own)
+            return jax.lax.dynamic_update_slice_in_dim(z, jnp.where(own[:, None], new, part), first, 0)
+
+        return run_if(jnp.any(own), changed, z)
+
+    return jax.lax.fori_loop(0, -(-rows // size), chunk, logits)
+
+
 def _token_counts(vocab: Vocabulary, tokens: Array, slots: Array, prompt_lens: Array, lens: Array) -> Array:
     """Occurrences of each token in the output, and in the prompt, i32[2, row, vocab], of this device's part.
 
@@ -275,12 +327,24 @@ def _ban_stops(logits: Array, column: dict[str, Array], banned: Array, vocab: Vo
     return scatter(logits, (_row_ids(ids), ids), -jnp.inf)
 
 
-def _first_best(logits: Array, peak: Array, vocab: Vocabulary) -> Array:
-    """The lowest id among the tokens of each row whose logit is `peak`, i32[row]; a row of NaN has none."""
-    return vocab.first(logits == peak[:, None])
+def _best(logits: Array, peak: Array, stats: LogitStats | None, vocab: Vocabulary) -> Array:
+    """The lowest id among the tokens of each row whose logit is `peak`, i32[row]; a row of NaN has none.
+
+    Args: stats: of these logits, where they are known.
+    """
+    return vocab.first(logits == peak[:, None]) if stats is None or stats.best is None else stats.best
 
 
-def _draw_tokens(logits: Array, peak: Array, column: dict[str, Array], positions: Array, greedy: Array, vocab):
+def _draw_tokens(
+    logits: Array,
+    peak: Array,
+    column: dict[str, Array],
+    positions: Array,
+    greedy: Array,
+    vocab: Vocabulary,
+    kernels: SamplingKernels | None,
+    num_rows: Array,
+):
     """Temperature, filters and the draw. Returns: tokens i32[row] and their log probabilities f32[row]."""
     inverse = jnp.where(greedy, 1, 1 / jnp.where(greedy, 1, column["temperature"]))
     floor = jnp.maximum(jnp.minimum(jnp.log(column["min_p"]), 0), _MIN_EXPONENT)
@@ -298,22 +362,38 @@ def _draw_tokens(logits: Array, peak: Array, column: dict[str, Array], positions
     top_p = jnp.where(off, 1, column["top_p"])
     everything = jnp.full_like(peak, -jnp.inf)
 
+    def terms(threshold: Array, floor: Array) -> Array:
+        return jnp.stack([peak, inverse, threshold, floor], axis=1)
+
     def thresholds():
         lightest = jnp.full_like(peak, _MIN_EXPONENT)
+        if kernels is not None:
+            own = terms(everything, lightest)
+            return thresholds_by_kernels(kernels, logits, own, top_k, top_p, vocab, num_rows)
         return filter_thresholds(logits, lambda z: weights(z, everything, lightest), top_k, top_p, vocab)
 
     with jax.named_scope(scopes.FILTERED):
         threshold = jax.lax.cond(jnp.any((top_k < vocab.size) | (top_p < 1)), thresholds, lambda: everything)
 
     def at(ids):
-        return vocab.at(logits, ids, -jnp.inf)
+        return vocab.at(logits if kernels is None else kernels.as_read(logits), ids, -jnp.inf)
 
     words = random_words(column["seed"], column["sample_index"], positions, num_words(vocab.size))
+
+    if kernels is not None:
+
+        def leaves(ids):
+            z = at(ids)
+            return weights(z, threshold, floor), exponents(z)
+
+        own = terms(threshold, floor)
+        token, total, exponent = draw_by_kernels(kernels, logits, own, leaves, words, vocab, num_rows)
+        return token, exponent - jnp.log(total)
     token, total = draw(weights(logits, threshold, floor), lambda ids: weights(at(ids), threshold, floor), words, vocab)
     return token, exponents(at(token[:, None]))[:, 0] - jnp.log(total)
 
 
-def _top_logprobs(logits: Array, stats: LogitStats, wanted: Array, used: Array, max_top: int, vocab):
+def _top_logprobs(logits: Array, as_read, stats: LogitStats, wanted: Array, used: Array, max_top: int, vocab):
     """The `wanted` likeliest tokens of each row and their log probabilities; none and 0 in further columns."""
     rows = logits.shape[0]
     nothing = (jnp.full((rows, max_top), vocab.size, jnp.int32), jnp.zeros((rows, max_top), jnp.float32))
@@ -321,7 +401,7 @@ def _top_logprobs(logits: Array, stats: LogitStats, wanted: Array, used: Array, 
         return nothing
 
     def best():
-        ids, logprobs = likeliest(logits, stats, max_top, vocab)
+        ids, logprobs = likeliest(as_read(logits), stats, max_top, vocab)
         asked = jax.lax.broadcasted_iota(jnp.int32, ids.shape, 1) < wanted[:, None]
         return jnp.where(asked, ids, vocab.size), jnp.where(asked, logprobs, 0)
 

@@ -7,10 +7,13 @@ import jax.numpy as jnp
 from jax import Array
 
 from levanter_infer.axes import VOCAB_GROUPS
+from levanter_infer.kernels.backend import SamplingKernels
 from levanter_infer.layers.shard_axis import Vocabulary
 
 FAN = VOCAB_GROUPS
 """Children of a node of the sampling tree; a power of two."""
+LANES = 128
+"""Columns that kernels fill a level of sums up to."""
 
 
 def group_sums(values: Array) -> Array:
@@ -85,6 +88,14 @@ def _level_sizes(size: int) -> list[int]:
     return sizes
 
 
+def level_widths(size: int) -> list[int]:
+    """Sizes of the sums above the weights of `size` tokens, in the tree and up to the sum of all."""
+    widths = _level_sizes(size)[1:]
+    while not widths or widths[-1] > 1:
+        widths.append(group_width(widths[-1] if widths else size))
+    return widths
+
+
 def draw(
     weights: Array, leaf_weights: Callable[[Array], Array], words: Array, vocab: Vocabulary | None = None
 ) -> tuple[Array, Array]:
@@ -111,26 +122,65 @@ def draw(
     for width in sizes[1:]:
         levels.append(_stretch_sums(levels[-1], width))
     total = vocab.shard_axis.sum(row_sums(levels[-1]))
+    clocks = _clocks(words)
     node = jnp.zeros(weights.shape[0], jnp.int32)
     for depth, (level, size) in enumerate(zip(reversed(levels), reversed(sizes), strict=True)):
         width = group_width(size)
-        children = node[:, None] + width * jax.lax.broadcasted_iota(jnp.int32, (1, FAN), 1)
+        children = _children(node, width)
         if depth == len(levels) - 1:
             masses = leaf_weights(children)
         else:
             masses = vocab.shard_axis.sum(jnp.take_along_axis(level, children, axis=1, mode="fill", fill_value=0.0))
-        node = node + width * _choose_child(masses, words[:, depth * FAN : (depth + 1) * FAN])
+        node = node + width * _first_child(masses, clocks[:, depth * FAN : (depth + 1) * FAN])
     return node, total
 
 
-def _choose_child(masses: Array, words: Array) -> Array:
-    """Index i32[row] of one of the FAN masses f32[row, FAN], in proportion to them; words: u32[row, FAN].
+def draw_by_kernels(
+    kernels: SamplingKernels,
+    logits: Array,
+    terms: Array,
+    leaves: Callable[[Array], tuple[Array, Array]],
+    words: Array,
+    vocab: Vocabulary,
+    num_rows: Array,
+) -> tuple[Array, Array, Array]:
+    """`draw`, with the same sums in the same order, of the weights that `kernels.weight_sums` gives logits.
 
-    A race: child i arrives after an exponential time of rate `masses[i]`, and the first one wins. Without mass it
-    never arrives. Times have their resolution, 2^-32, at 0, where light children win: a child's probability is that
-    close to its share.
+    Of what a choice needs of other devices all levels but the last two are sent at once.
+
+    Args: leaves: the weights of the tokens i32[row, k], and something else of them, f32[row, k] each.
+    Returns: also what `leaves` says of the token, f32[row].
     """
+    widths = level_widths(vocab.size)
+    upper, lower = kernels.weight_sums(logits, terms, widths, num_rows, keep=True)
+    upper = vocab.shard_axis.sum(upper)
+    clocks = _clocks(words)
+    sizes = _level_sizes(vocab.size)
+    node, masses = kernels.descend(upper, lower, clocks, sizes[1:], num_rows)
+    masses = vocab.shard_axis.sum(masses)
+    node = node + sizes[2] * _first_child(masses, clocks[:, -2 * FAN : -FAN])
+    masses, values = leaves(_children(node, sizes[1]))
+    child = _first_child(masses, clocks[:, -FAN:])
+    chosen = jax.lax.broadcasted_iota(jnp.int32, values.shape, 1) == child[:, None]
+    return node + sizes[1] * child, upper[:, -LANES], jnp.sum(jnp.where(chosen, values, 0), axis=1)
+
+
+def _children(node: Array, width: int) -> Array:
+    return node[:, None] + width * jax.lax.broadcasted_iota(jnp.int32, (1, FAN), 1)
+
+
+def _clocks(words: Array) -> Array:
+    """Exponential times of rate 1, f32, from words u32. They have their resolution, 2^-32, at 0, where light children
+    win: a child's probability is that close to its share."""
     uniform = words.astype(jnp.float32) * jnp.float32(2.0**-32) + jnp.float32(2.0**-33)
-    clock = -jnp.log1p(-jnp.minimum(uniform, jnp.float32(1 - 2.0**-24)))
-    arrival = jnp.where(masses > 0, clock / masses, jnp.inf)
+    return -jnp.log1p(-jnp.minimum(uniform, jnp.float32(1 - 2.0**-24)))
+
+
+def _first_child(masses: Array, clocks: Array) -> Array:
+    """Index i32[row] of one of the FAN masses f32[row, FAN], in proportion to them.
+
+    A race: child i arrives after its time in `clocks` f32[row, FAN] at the rate `masses[i]`, and the first one wins.
+    Without mass it never arrives.
+    """
+    arrival = jnp.where(masses > 0, clocks / masses, jnp.inf)
     return jnp.argmin(arrival, axis=1).astype(jnp.int32)

@@ -6,13 +6,14 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from levanter_infer.decode.sampling_draw import row_sums
+from levanter_infer.decode.sampling_draw import LANES, level_widths, row_sums
 from levanter_infer.kernels import scopes
+from levanter_infer.kernels.backend import SamplingKernels
 from levanter_infer.layers.shard_axis import Vocabulary
 
 CANDIDATES = 64
 """Likeliest tokens among which thresholds are searched first."""
-_KEY_BITS = 32
+_KEY_BITS, _PASS_BITS = 32, 4
 _SIGN = 0x80000000
 
 
@@ -68,6 +69,100 @@ def filter_thresholds(
             lambda: threshold,
             lambda: jnp.where(found, threshold, _searched_thresholds(logits, weigh(logits), top_k, top_p, vocab)),
         )
+
+
+def thresholds_by_kernels(
+    kernels: SamplingKernels,
+    logits: Array,
+    terms: Array,
+    top_k: Array,
+    top_p: Array,
+    vocab: Vocabulary,
+    num_rows: Array,
+) -> Array:
+    """`filter_thresholds`, by bisection among a few thousand candidates of each row instead of a sort.
+
+    Which path a row takes depends on that row alone. A mass is a sum in another order, so that a token at which it
+    reaches top_p to within rounding may pass one way and not the other.
+
+    Args: terms: of `SamplingKernels.weight_sums`, without a threshold.
+    """
+    wants_k, wants_p = top_k < vocab.size, top_p < 1
+    values, bound = kernels.candidates(logits, vocab.shard_axis.parts, num_rows)
+    values, bound = vocab.shard_axis.all_gather(values, 1), vocab.shard_axis.max(bound)
+
+    def weigh_all() -> Array:
+        sums, _ = kernels.weight_sums(logits, terms, level_widths(logits.shape[1]), num_rows, keep=False)
+        return vocab.shard_axis.sum(sums[:, -LANES])
+
+    with jax.named_scope(scopes.NUCLEUS):
+        total = jax.lax.cond(jnp.any(wants_p & ~wants_k), weigh_all, lambda: jnp.zeros_like(top_p))
+    most = jnp.where(wants_k, top_k, 0).astype(jnp.float32)
+    rules = jnp.stack([terms[:, 0], terms[:, 1], bound, total, most, top_p], axis=1)
+    threshold = kernels.thresholds(values, rules, num_rows)
+    wanted = wants_k | wants_p
+    found = ~wanted | (threshold == threshold)
+
+    def search() -> Array:
+        searched = _search_by_kernels(kernels, logits, terms, top_k, top_p, total, ~found, vocab)
+        return jnp.where(found, threshold, searched)
+
+    with jax.named_scope(scopes.FOUND):
+        threshold = jax.lax.cond(jnp.all(found), lambda: threshold, search)
+    return jnp.where(wanted, threshold, -jnp.inf)
+
+
+def _search_by_kernels(
+    kernels: SamplingKernels,
+    logits: Array,
+    terms: Array,
+    top_k: Array,
+    top_p: Array,
+    total: Array,
+    rows: Array,
+    vocab: Vocabulary,
+) -> Array:
+    """Thresholds of the rows in the mask `rows`, a few bits at each pass over their logits; -inf where all pass.
+
+    Args: total: the weight of all tokens, where top_p applies without top_k.
+    """
+
+    def reached(terms: Array, pivots: Array) -> Array:
+        return vocab.shard_axis.sum(kernels.reached(logits, terms, pivots, rows))
+
+    def largest(terms: Array, target: Array) -> Array:
+        """The largest logit such that those from it up weigh `target`, f32[row]; -inf where all do not."""
+
+        def decide(step, key):
+            shift = jnp.uint32(_KEY_BITS) - jnp.uint32(_PASS_BITS) * (step + 1).astype(jnp.uint32)
+            digits = jnp.arange(1, 2**_PASS_BITS, dtype=jnp.uint32)
+            pivots = key[:, None] | (digits[None, :] << shift)
+            enough = reached(terms, signed_keys(pivots)) >= target[:, None]
+            return key | (jnp.sum(enough, axis=1, dtype=jnp.uint32) << shift)
+
+        key = jax.lax.fori_loop(0, _KEY_BITS // _PASS_BITS, decide, jnp.zeros(rows.shape, jnp.uint32))
+        return jnp.where(key == 0, -jnp.inf, key_floats(key))
+
+    wants_k, wants_p = top_k < vocab.size, top_p < 1
+    everything = jnp.full_like(top_p, -jnp.inf)
+    zeros = jnp.zeros_like(top_p)
+    ones = jnp.stack([zeros, zeros, everything, everything], axis=1)  # every logit but -inf weighs 1
+    kth = jax.lax.cond(jnp.any(wants_k & rows), lambda: largest(ones, top_k.astype(jnp.float32)), lambda: everything)
+    kth = jnp.where(wants_k, kth, -jnp.inf)
+
+    def nucleus() -> Array:
+        own = jnp.stack([terms[:, 0], terms[:, 1], kth, terms[:, 3]], axis=1)
+        lowest = jnp.full_like(top_k, jnp.iinfo(jnp.int32).min)[:, None]
+        kept = jnp.where(wants_k, reached(own, lowest)[:, 0], total)
+        return largest(own, top_p * kept)
+
+    pth = jax.lax.cond(jnp.any(wants_p & rows), nucleus, lambda: everything)
+    return jnp.where(wants_p, jnp.maximum(kth, pth), kth)
+
+
+def signed_keys(keys: Array) -> Array:
+    """i32 in the order of `float_keys`, which are u32."""
+    return jax.lax.bitcast_convert_type(keys ^ jnp.uint32(_SIGN), jnp.int32)
 
 
 def _mass_before(mass: Array) -> Array:

@@ -132,7 +132,8 @@ def _score_tokens(
             logits = model.logits(hax.named(before, (ROW, model.embed)), num_valid).rearrange((ROW, ...)).array
         else:
             logits = logits_in_blocks(model, before, num_valid, block)
-        stats = LogitStats.of_kernel(model.backend, logits, num_valid) or LogitStats.of(logits, model.vocab)
+        stats = LogitStats.of_kernel(model.backend, logits, num_valid, model.vocab)
+        stats = stats or LogitStats.of(logits, model.vocab)
         tokens = gather(table.tokens, (slots, position), 0)
         logprobs = logprobs_of(logits, tokens, stats, model.vocab)
         new = pack_scores(logprobs, *likeliest(logits, stats, scores.num_top, model.vocab))

@@ -154,7 +154,7 @@ def sample_rows(model, state: DecodeState, hidden: Array, plan: StepPlan, shapes
     logits = head(model, hidden, plan, shapes)
     table = state.sequences
     count = shapes.sampled_rows
-    stats = LogitStats.of_kernel(model.backend, logits, plan.num_rows)
+    stats = LogitStats.of_kernel(model.backend, logits, plan.num_rows, model.vocab)
 
     def result_of(logits: Array, slots: Array, stats: LogitStats | None) -> SampleOutput:
         lens = gather(table.seq_lens, slots, 0)
@@ -167,7 +167,7 @@ def sample_rows(model, state: DecodeState, hidden: Array, plan: StepPlan, shapes
             seq_lens=lens,
         )
         max_top = shapes.limits.max_logprobs
-        sampled = sample(logits, asked, history, max_top=max_top, stats=stats, vocab=model.vocab)
+        sampled = sample(logits, asked, history, max_top=max_top, stats=stats, vocab=model.vocab, backend=model.backend)
         offered = candidates(state.beams, logits, asked, history, stats, model.vocab)
         return dataclasses.replace(sampled, candidates=offered)
 

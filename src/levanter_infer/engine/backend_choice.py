@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import logging
 import math
+import os
 from collections.abc import Mapping
 from platform import machine
 
@@ -205,8 +206,13 @@ class BackendChoice:
 
     @property
     def compiler_options(self) -> Mapping[str, str | bool]:
-        """XLA's options for the round: those of the backend that computes all of it, if there is one."""
-        return self.matmul_backend.compiler_options if self.matmul_backend == self.attention_backend else {}
+        """XLA's options for the round: those of the backend that computes all of it, if there is one. What XLA_FLAGS
+        says of an option holds, but for `required_options`."""
+        if self.matmul_backend != self.attention_backend:
+            return {}
+        said = {flag.lstrip("-").partition("=")[0] for flag in os.environ.get("XLA_FLAGS", "").split()}
+        said -= set(self.required_options)
+        return {name: value for name, value in self.matmul_backend.compiler_options.items() if name not in said}
 
     @property
     def required_options(self) -> Mapping[str, str | bool]:

@@ -9,7 +9,7 @@ import enum
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import jax.numpy as jnp
 from jax import Array
@@ -71,6 +71,65 @@ class Task:
     def stored(self) -> str:
         """Name of what is read in `dtype`, for messages."""
         return "weights" if self.work is Work.MATMUL else "pages"
+
+
+class SamplingKernels(Protocol):
+    """Passes over logits f32[row, vocab], a device's part of the vocabulary, for all rows of a step together.
+
+    Of the results only the first `num_rows` i32[] rows mean anything.
+    """
+
+    def as_read(self, logits: Array) -> Array:
+        """The same logits, stored as the kernels read them. A branch or a loop that does other things with them might
+        have XLA store them a second time."""
+        ...
+
+    def candidates(self, logits: Array, parts: int, num_rows: Array) -> tuple[Array, Array]:
+        """Large logits of each row, f32[row, n], the largest among them, and a bound of the others, f32[row].
+
+        Args: parts: of the vocabulary, whose candidates are taken together.
+        """
+        ...
+
+    def thresholds(self, values: Array, rules: Array, num_rows: Array) -> Array:
+        """The smallest logit that passes top_k and then top_p, f32[row]; NaN where the candidates do not show it.
+
+        Args:
+            values: f32[row, n], the candidates of all parts.
+            rules: f32[row, 6]: peak and inverse as of `weight_sums`, the bound of other logits, the weight of all
+                tokens (where top_p applies without top_k), top_k (0: off) and top_p (1: off).
+        """
+        ...
+
+    def reached(self, logits: Array, terms: Array, pivots: Array, rows: Array) -> Array:
+        """The weight of the logits from each pivot up, f32[row, n], of rows in the mask `rows`.
+
+        Args:
+            terms: as of `weight_sums`.
+            pivots: i32[row, n], keys in the order of logits (`sampling_filters.signed_keys`).
+        """
+        ...
+
+    def weight_sums(
+        self, logits: Array, terms: Array, widths: Sequence[int], num_rows: Array, *, keep: bool
+    ) -> tuple[Array, Array]:
+        """Levels of sums of each row's weights e^((logit - peak) * inverse), 0 below a threshold or a floor.
+
+        Args:
+            terms: f32[row, 4]: peak, inverse, threshold of the logit and floor of the exponent.
+            widths: sizes of the levels (`sampling_draw.level_widths`).
+            keep: whether the first level is needed.
+        Returns: the levels but the first, of which the last is the last column but 127, and the first; both for
+            `descend`.
+        """
+        ...
+
+    def descend(
+        self, upper: Array, lower: Array, clocks: Array, widths: Sequence[int], num_rows: Array
+    ) -> tuple[Array, Array]:
+        """The choices of `sampling_draw.draw` but the last two: an entry of the second level, i32[row], and the entries
+        of the first that it is the sum of, f32[row, FAN]."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -154,7 +213,8 @@ class Backend(ABC):
 
     @abstractmethod
     def linear(self, call: LinearCall) -> list[Array]:
-        """The results of `call`, f32[rows, out] each. Raises: ValueError for dtypes that it does not multiply."""
+        """The results of `call`, [rows, out] each, in f32 or, where the kernel rounds them, in `call.dtype`. Raises:
+        ValueError for dtypes that it does not multiply."""
 
     @abstractmethod
     def grouped_linear(self, call: GroupedCall) -> list[Array]:
@@ -210,6 +270,10 @@ class Backend(ABC):
         """The largest logit of each row of f32[row, vocab], the sum of e^(logit - largest), and the first index of the
         largest. None: there is no kernel for it, and sampling computes them in XLA."""
 
+    def sampling_kernels(self, logits: Array) -> "SamplingKernels | None":
+        """Kernels that sample from these logits f32[row, vocab]; None: there are none, and XLA computes it."""
+        return None
+
     # Attention and the pool
 
     @abstractmethod
@@ -224,7 +288,7 @@ class Backend(ABC):
     def write_kv(self, pool: Array, write: KvWrite) -> tuple[Array | None, Array]:
         """Store keys and values, in place where the pool is donated.
 
-        Returns: the queries that `write` holds, rotated, f32; and the pool.
+        Returns: the queries that `write` holds, rotated, in f32 or their dtype; and the pool.
         """
 
     @abstractmethod

@@ -168,6 +168,8 @@ class LinearCall:
     """[rows, in]; `silu(gate) · x` replaces x. Not together with `norm`."""
     residual: Array | None = None
     """[rows, out], added to the result; with one weight only."""
+    dtype: jnp.dtype = jnp.dtype(jnp.float32)
+    """Dtype in which the results are wanted; a backend that cannot round them in its kernel returns float32."""
 
 
 @dataclass(frozen=True)

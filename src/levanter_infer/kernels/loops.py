@@ -24,6 +24,31 @@ def run_if(condition: Array, function: Callable[[Value], Value], value: Value) -
     return jax.lax.while_loop(lambda carry: carry[0], body, (condition, value))[1]
 
 
+_PAIRED = 64
+"""Rows that `in_blocks` computes at once."""
+
+
+def in_blocks(compute: Callable[[Array], list[Array]], num_rows: Array, total: int) -> list[Array]:
+    """`compute(rows)` for the first `num_rows` i32[] of `total` rows, some at a time; zeros for others.
+
+    For comparisons of all pairs, where there is room for many rows and few are in use.
+
+    Args: compute: of the numbers of rows, i32[n], gives arrays [n, …].
+    """
+    size = min(_PAIRED, total)
+    types = jax.eval_shape(compute, jax.ShapeDtypeStruct((size,), jnp.int32))
+
+    def block(carry):
+        start, results = carry
+        first = jnp.minimum(start, total - size)  # the last block may repeat rows of another
+        found = compute(first + jnp.arange(size, dtype=jnp.int32))
+        pairs = zip(results, found, strict=True)
+        return start + size, [jax.lax.dynamic_update_slice_in_dim(into, part, first, 0) for into, part in pairs]
+
+    zeros = [jnp.zeros((total, *own.shape[1:]), own.dtype) for own in types]
+    return jax.lax.while_loop(lambda carry: carry[0] < num_rows, block, (jnp.int32(0), zeros))[1]
+
+
 _BLOCK = 4
 """Rows that an inner loop of `one_by_one` goes through."""
 

@@ -302,6 +302,7 @@ def apply(x: NamedArray, *maps: Linear, dtype=None, **fusion) -> list[NamedArray
         norm=None if inside.norm is None else inside.norm.fusable,
         gate=None if inside.gate is None else _matrix(inside.gate, rows, ins),
         residual=None if inside.residual is None else _matrix(inside.residual, rows, first.outs),
+        dtype=jnp.dtype(dtype if all(part.bias is None for part in maps) else jnp.float32),
     )
     results = []
     for part, y in zip(maps, first.backend.linear(call), strict=True):

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import haliax as hax
+import jax
 import jax.numpy as jnp
 import numpy as np
 from haliax import NamedArray
@@ -119,7 +120,9 @@ class Rope:
 
 def rope_at(config: RopeConfig, head_dim: int, positions: NamedArray, rope_len: int) -> Rope:
     """The rope of heads of `head_dim` numbers at `positions`. Args: as of `rotary_tables`."""
-    cos, sin = rotary_tables(config, rotated_size(config, head_dim), positions, rope_len)
+    tables = rotary_tables(config, rotated_size(config, head_dim), positions, rope_len)
+    # Else XLA moves them into the loop over layers, and computes them in each.
+    cos, sin = jax.lax.optimization_barrier(tables)
     return Rope(config, cos, sin, _query_scale(config, positions))
 
 

@@ -128,6 +128,12 @@ class Vocabulary:
         first = self.shard_axis.min(jnp.min(jnp.where(hits, ids, self.size), axis=1))
         return jnp.minimum(first, self.size - 1)
 
+    def first_of_parts(self, places: Array, hits: Array) -> Array:
+        """The first token of all parts, i32[row], from its place in each part, i32[row], where the mask bool[row] says
+        that there is one; the last of all where there is none."""
+        ids = jnp.where(hits, places + self.shard_axis.index * self.part_size, self.size)
+        return jnp.minimum(self.shard_axis.min(ids), self.size - 1)
+
     def largest(self, values: Array, count: int) -> tuple[Array, Array]:
         """The `count` largest values of each row of f32[row, part], largest first, and their tokens; of equal ones the
         first. Only that many of each part are sent."""

@@ -12,9 +12,11 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from levanter_infer.plan.hlo import Collective
+from levanter_infer.plan.launches import StepLaunches
 from levanter_infer.plan.spec import EngineSpec
 from levanter_infer.plan.step_budget import StepBudget
 from levanter_infer.plan.targets import Target
+from levanter_infer.runtime import gpu_compiler
 from levanter_infer.runtime.libtpu import compiler_environment, schedule_flags, short_of
 
 REFUSED = 3
@@ -40,6 +42,8 @@ class CompiledProgram:
     """`hlo.large_moves`"""
     budgets: tuple[StepBudget, ...] = ()
     """Cycles of the parts of a step, of the round for TPUs."""
+    launches: tuple[StepLaunches, ...] = ()
+    """Kernels and conditions of a step, of the round for GPUs."""
     no_budget: str | None = None
     """Why there are none, if the program should have some."""
     error: str | None = None
@@ -134,6 +138,7 @@ def _read(line: str) -> CompiledProgram:
     fields["collectives"] = tuple(Collective(**each) for each in fields.get("collectives", ()))
     fields["copies"] = tuple(tuple(each) for each in fields.get("copies", ()))
     fields["budgets"] = tuple(StepBudget(**each) for each in fields.get("budgets", ()))
+    fields["launches"] = tuple(StepLaunches(**each) for each in fields.get("launches", ()))
     return CompiledProgram(**fields)
 
 
@@ -153,6 +158,11 @@ def environment_for(target: Target, dumps: str | None = None) -> dict[str, str]:
             )
         flags = {} if dumps is None else {"LIBTPU_INIT_ARGS": schedule_flags(dumps)}
         return compiler_environment(target.generation) | path | flags
+    if target.chip.platform == "gpu":
+        missing = gpu_compiler.why_missing()
+        if missing is not None:
+            raise NoCompiler(f"{missing}, or say --no-compile for the figures that need no compiler")
+        return gpu_compiler.compiler_environment() | path
     environment = {name: value for name, value in os.environ.items() if name != "JAX_PLATFORMS"} | path
     if target.chip.platform == "cpu":
         flags = f"{environment.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={target.num_chips}"

@@ -17,10 +17,15 @@ from levanter_infer.decode.shapes import Shapes
 from levanter_infer.plan.bundles import Schedules
 from levanter_infer.plan.compiled import REFUSED
 from levanter_infer.plan.hlo import collectives_of, large_moves
+from levanter_infer.plan.launches import step_launches
 from levanter_infer.plan.spec import EngineSpec
 from levanter_infer.plan.step_budget import step_budgets
 from levanter_infer.plan.targets import Target
-from levanter_infer.runtime.libtpu import estimate_options, read_estimates, read_hlo
+from levanter_infer.runtime import gpu_compiler
+from levanter_infer.runtime.libtpu import estimate_options, read_estimates, read_hlo, topology_options
+
+_LOWERED = {"gpu": "cuda"}
+"""JAX's names of platforms for lowering, where they are others."""
 
 
 def main() -> int:
@@ -39,8 +44,8 @@ def main() -> int:
     order = sorted(programs, key=lambda name: name != "round")  # it takes longest, and is refused first
     for name in order:
         fields = {"name": name, **_compile(*programs[name], mesh, spec.machine, dumps=sys.argv[1])}
-        if name == "round" and "error" not in fields and spec.machine.chip.platform == "tpu":
-            fields |= _budgets(blueprint.shapes, spec.machine, dumps=sys.argv[1])
+        if name == "round" and "error" not in fields:
+            fields |= _of_a_step(spec.machine, blueprint.shapes, dumps=sys.argv[1])
         print(json.dumps(fields), flush=True)
         if "error" in fields:
             break
@@ -50,8 +55,13 @@ def main() -> int:
 def devices_of(target: Target) -> list:
     """Devices to compile for. Raises: ValueError if the target needs devices on this machine and there are none."""
     if target.topology is not None:
-        return list(topologies.get_topology_desc(target.topology, "tpu").devices)
-    devices = jax.devices()
+        options = topology_options(target.topology)
+        return list(topologies.get_topology_desc(target.topology, "tpu", **options).devices)
+    devices, chip = jax.devices(), target.chip  # which makes plugins known
+    if chip.platform == "gpu":
+        described = gpu_compiler.describe(chip.kind, chip.compute_capability, chip.memory_bytes, chip.memory_gbps)
+        shape = dict(topology=f"1x1x{target.num_chips}", target_config=described)
+        return list(topologies.get_topology_desc("cuda", platform="cuda", **shape).devices)
     if devices[0].platform != target.chip.platform:
         raise ValueError(
             f"programs for {target.name} are compiled where there is a {target.chip.platform}, and here is a "
@@ -60,20 +70,27 @@ def devices_of(target: Target) -> list:
     return devices
 
 
-def _budgets(shapes: Shapes, target: Target, *, dumps: str) -> dict:
+def _of_a_step(target: Target, shapes: Shapes, *, dumps: str) -> dict:
     """The fields of `CompiledProgram` about the steps of the round that was compiled last."""
     try:
-        schedules = Schedules(dumps, target.generation)
-        budgets = step_budgets(read_estimates(dumps), shapes.max_seqs, shapes.forward_tokens, schedules.cycles)
+        if target.chip.platform == "tpu":
+            cycles = Schedules(dumps, target.generation).cycles
+            found = {"budgets": step_budgets(read_estimates(dumps), shapes.max_seqs, shapes.forward_tokens, cycles)}
+        elif target.chip.platform == "gpu":
+            written = gpu_compiler.read_written(dumps, "jit_one_round")
+            found = {"launches": step_launches(written, shapes.max_seqs, shapes.forward_tokens)}
+        else:
+            found = {}
     except (FileNotFoundError, ValueError) as error:  # another compiler writes another text; the plan does without
         return {"no_budget": str(error)}
-    return {"budgets": [dataclasses.asdict(each) for each in budgets]}
+    return {name: [dataclasses.asdict(each) for each in counted] for name, counted in found.items()}
 
 
 def _compile(program: Program, arguments: tuple, mesh: Mesh, target: Target, *, dumps: str) -> dict:
     """The fields of `CompiledProgram`."""
     everywhere = NamedSharding(mesh, PartitionSpec())
     is_tpu = target.chip.platform == "tpu"
+    dumped = {"tpu": estimate_options, "gpu": gpu_compiler.dump_options}.get(target.chip.platform, lambda _: {})
 
     def with_sharding(leaf):
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=getattr(leaf, "sharding", None) or everywhere)
@@ -82,9 +99,9 @@ def _compile(program: Program, arguments: tuple, mesh: Mesh, target: Target, *, 
     try:
         with jax.set_mesh(mesh):
             arguments = jax.tree.map(with_sharding, arguments)
-            lowered = program.lower(*arguments, platform=target.chip.platform)
+            lowered = program.lower(*arguments, platform=_LOWERED.get(target.chip.platform, target.chip.platform))
             traced = time.perf_counter()
-            compiled = program.compile_lowered(lowered, **(estimate_options(dumps) if is_tpu else {}))
+            compiled = program.compile_lowered(lowered, **dumped(dumps))
     except Exception as error:  # the compiler's error is the result
         return {"error": f"{type(error).__name__}: {error}"[:20_000]}
     end = time.perf_counter()

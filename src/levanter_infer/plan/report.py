@@ -5,6 +5,7 @@ from rich.console import Console
 from rich.table import Table
 
 from levanter_infer.plan.figures import Figures
+from levanter_infer.plan.launches import StepLaunches
 from levanter_infer.plan.plan import Plan
 from levanter_infer.plan.search import gib
 from levanter_infer.plan.step_budget import StepBudget
@@ -103,8 +104,10 @@ def _sections(plan: Plan, figures: Figures):
             if plan.programs[0].budgets:
                 title = "cycles of a step (modelled; attention, collectives and waits for HBM are not among them)"
                 yield title, [line for budget in plan.programs[0].budgets for line in budget_lines(budget)]
+            elif plan.programs[0].launches:
+                yield "launches of a step (compiled)", [launch_line(each) for each in plan.programs[0].launches]
             elif plan.programs[0].no_budget is not None:
-                yield "cycles of a step", [f"not known: {plan.programs[0].no_budget}"]
+                yield "parts of a step", [f"not known: {plan.programs[0].no_budget}"]
     speed = plan.speed
     if speed is None:
         return
@@ -157,6 +160,17 @@ def budget_lines(budget: StepBudget) -> list[str]:
         once = ", ".join(f"{name} {count:,}" for name, count in budget.once.items())
         lines.append(f"  among them once, loops whose trips depend on the prompts: {once}")
     return lines
+
+
+def launch_line(launches: StepLaunches) -> str:
+    """Kernels of a step by its parts, and what the host does."""
+    kind = "decode and prompts" if launches.has_chunks else "decode"
+    parts = ", ".join(f"{name} {count:,}" for name, count in launches.kernels.items() if count)
+    return (
+        f"{kind}, {launches.bucket} tokens, {launches.sampled}: {launches.total:,} kernels and copies ({parts}; "
+        f"{launches.layer_kernels} a layer); the host launches {launches.host_launches:,} and waits for "
+        f"{launches.host_conditions:,} conditions; graphs decide {launches.graph_conditions:,}"
+    )
 
 
 def _collective_lines(plan: Plan, figures: Figures) -> list[str]:

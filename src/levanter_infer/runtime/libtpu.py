@@ -32,6 +32,12 @@ def compiler_environment(generation: str) -> dict[str, str]:
     }
 
 
+def topology_options(topology: str) -> dict[str, str]:
+    """Options of `jax.experimental.topologies.get_topology_desc` with which a chip is one device, as on a machine. A v4
+    has one for each of its two cores otherwise."""
+    return {"chip_config_name": "megacore"} if topology.startswith("v4:") else {}
+
+
 def hlo_flags(directory: str, *, llo: bool = False) -> str:
     """LIBTPU_INIT_ARGS that write the optimised HLO of every program into a directory, for `read_hlo`."""
     return f"--xla_jf_dump_to={directory} --xla_jf_dump_hlo_text=true --xla_jf_dump_llo_text={str(llo).lower()}"

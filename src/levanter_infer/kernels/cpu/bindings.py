@@ -31,6 +31,8 @@ from levanter_infer.kernels.cpu import huge_pages, sources
 _LIBRARY = "levanter_infer.kernels.cpu._native"
 _CALLS = ("linear", "grouped_linear", "combine", "place_tokens", "attention", "logit_stats")
 _DTYPES = (jnp.float32, jnp.bfloat16)
+READ_STEP = 512
+"""Bytes that `read` reads at once."""
 _SOURCES = importlib.resources.files("levanter_infer.kernels.cpu") / "native"
 """Sources of the kernels, which only a checkout has."""
 _REMEDY = "install a C++17 compiler (g++ or clang++) and then levanter_infer again, beside the jaxlib that is used"
@@ -340,3 +342,29 @@ def logit_stats(logits: Array, num_rows: Array, *, isa_name: str | None = None) 
     call = jax.ffi.ffi_call("levanter_infer_logit_stats", results, vmap_method="sequential")
     peak, total, best = call(logits, num_rows.astype(jnp.int32), isa=isa_name or isa())
     return peak, total, best
+
+
+def read(memory: np.ndarray, times: int, threads: int, *, isa_name: str | None = None) -> None:
+    """Read an array `times` times with so many threads, as fast as they can: for measurements of memory.
+
+    Args:
+        memory: contiguous; its size is a multiple of `READ_STEP` bytes.
+        isa_name: an instruction set that the processor has; by default the widest.
+    Raises: ValueError if the kernels were not built.
+    """
+    assert memory.flags.c_contiguous and memory.nbytes % READ_STEP == 0, "it is read in whole steps"
+    call = _library().levanter_infer_read
+    call.argtypes = [ctypes.c_char_p, ctypes.c_void_p, *[ctypes.c_int64] * 3]
+    call((isa_name or isa()).encode(), memory.ctypes.data, memory.nbytes, times, threads)
+
+
+def multiply_adds(times: int, threads: int, *, isa_name: str | None = None) -> int:
+    """Multiply and add numbers in registers with so many threads: for measurements of an instruction set's peak rate,
+    with the instructions that the matmuls use for the narrowest weights.
+
+    Returns: the number of floating-point operations.
+    Raises: ValueError if the kernels were not built.
+    """
+    call, seen = _library().levanter_infer_multiply_adds, ctypes.c_float()
+    call.argtypes, call.restype = [ctypes.c_char_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p], ctypes.c_int64
+    return call((isa_name or isa()).encode(), times, threads, ctypes.byref(seen))

@@ -114,12 +114,9 @@ def gpu_attention(call: AttentionCall, *, invariant: bool = False, interpret: bo
         itemsize=_operand_dtype(call).itemsize,
         max_tokens=call.page_indices.shape[1] * call.page_size,
     )
-    out = jnp.zeros(call.out_shape, call.q.dtype)
     if invariant:
-        tile = dataclasses.replace(prefill, rows=decode.rows, least_queries=1)
-        return _run(call, tile, out, interpret)
-    if call.num_tokens > 1:
-        out = _run(call, prefill, out, interpret)
+        return _run(call, dataclasses.replace(prefill, rows=decode.rows, least_queries=1), None, interpret)
+    out = _run(call, prefill, None, interpret) if call.num_tokens > 1 else None
     return _run(call, decode, out, interpret)
 
 
@@ -134,9 +131,10 @@ class _Splits(NamedTuple):
     """[blocks, splits, Hq]: sum of the weights."""
 
 
-def _run(call: AttentionCall, tile: Tile, out: Array, interpret: bool) -> Array:
-    """Compute the tokens of one lane. Returns: `out` with their outputs."""
-    num_heads, head_dim = out.shape[1:]
+def _run(call: AttentionCall, tile: Tile, out: Array | None, interpret: bool) -> Array:
+    """Compute the tokens of one lane. Returns: `out`, or a new array without it, with their outputs; the decode lane,
+    which is the last, writes the zeros of padding tokens."""
+    num_heads, head_dim = call.out_shape[1:]
     num_blocks = call.num_rows if tile.decodes else call.num_rows + call.num_tokens // _block_q(call, tile)
     head_blocks = -(-call.heads_per_kv_head // tile.rows)
     rules, f32 = call.rules, jnp.float32
@@ -162,9 +160,10 @@ def _run(call: AttentionCall, tile: Tile, out: Array, interpret: bool) -> Array:
         compiler_params=plt.CompilerParams(num_warps=tile.warps, num_stages=tile.stages),
         interpret=interpret,
     )
-    out_type = jax.ShapeDtypeStruct(out.shape, out.dtype)
+    out_type = jax.ShapeDtypeStruct(call.out_shape, call.q.dtype)
+    in_place = {} if out is None else {0: 0}
     if tile.splits == 1:
-        return attend(out_shape=(out_type,), input_output_aliases={0: 0}, name="attend")(out, inputs)[0]
+        return attend(out_shape=(out_type,), input_output_aliases=in_place, name="attend")(out, inputs)[0]
     by_split = (num_blocks, tile.splits, num_heads)
     stats = jax.ShapeDtypeStruct(by_split, f32)
     acc = jax.ShapeDtypeStruct((*by_split, head_dim), f32)
@@ -173,7 +172,7 @@ def _run(call: AttentionCall, tile: Tile, out: Array, interpret: bool) -> Array:
         functools.partial(_combine, call=call, tile=tile),
         out_shape=out_type,
         grid=(num_heads, num_blocks),
-        input_output_aliases={0: 0},
+        input_output_aliases=in_place,
         compiler_params=plt.CompilerParams(num_warps=4, num_stages=1),
         interpret=interpret,
         name="combine_splits",
@@ -197,6 +196,10 @@ def _attend(_, refs: dict, *out_refs, call: AttentionCall, tile: Tile) -> None:
     tile_heads = min(per_kv_head, tile.rows)
     head_blocks = -(-per_kv_head // tile.rows)
     kv_head, head_block = pl.program_id(0) // head_blocks, pl.program_id(0) % head_blocks
+    if tile.decodes and tile.splits == 1:
+        own = head_block * tile_heads + jnp.arange(tile.rows, dtype=jnp.int32)
+        exists = (own < per_kv_head) & (own < (head_block + 1) * tile_heads)
+        _store_zeros(out_refs[0], refs, jnp.where(exists, kv_head * per_kv_head + own, call.q.shape[1]), block)
 
     row, first_token, num_queries, first_pos = _block(call, tile, refs, block)
 
@@ -297,6 +300,7 @@ def _combine(_, splits: _Splits, refs: dict, out_ref, *, call: AttentionCall, ti
     """Combine the splits of one query block and query head of the decode lane. `refs`: as in `_attend`."""
     head, block = pl.program_id(0), pl.program_id(1)
     head_dim, f32 = call.out_shape[2], jnp.float32
+    _store_zeros(out_ref, refs, head + jnp.arange(1, dtype=jnp.int32), block)
 
     _, token, num_queries, first_pos = _block(call, tile, refs, block)
 
@@ -318,6 +322,24 @@ def _combine(_, splits: _Splits, refs: dict, out_ref, *, call: AttentionCall, ti
         acc = _load(splits.acc.at[block, split[:, None], head, dim[None, :]], exists)
         result = jnp.sum(acc * alpha[:, None], axis=0) / jnp.where(l_all == 0, f32(1), l_all)
         plt.store(out_ref.at[token, head, dim], result.astype(out_ref.dtype), mask=dim < head_dim)
+
+
+def _store_zeros(out_ref, refs: dict, heads: Array, block: Array) -> None:
+    """Zeros for the outputs of padding tokens, which all blocks of the decode lane share out among them.
+
+    Args: heads: i32[n], those of this program; any that is out of bounds is left out.
+    """
+    num_tokens, num_heads, head_dim = out_ref.shape
+    num_blocks = refs["seq_lens"].shape[0]
+    first = refs["cu_q_lens"][refs["num_seqs"][0]] + block
+    dim = jnp.arange(_side(head_dim), dtype=jnp.int32)
+    mask = (heads < num_heads)[:, None] & (dim < head_dim)[None, :]
+
+    def store(index: Array, _) -> None:
+        place = out_ref.at[first + index * num_blocks, heads[:, None], dim[None, :]]
+        plt.store(place, jnp.zeros(mask.shape, out_ref.dtype), mask=mask)
+
+    jax.lax.fori_loop(0, (jnp.maximum(num_tokens - first, 0) + (num_blocks - 1)) // num_blocks, store, None)
 
 
 def _parts(call: AttentionCall) -> list[tuple[int, int]]:

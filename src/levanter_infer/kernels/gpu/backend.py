@@ -1,19 +1,26 @@
 """The `gpu` backend: Pallas on Triton, for NVIDIA GPUs."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
-from levanter_infer.kernels.backend import Platform, Task, Work
-from levanter_infer.kernels.call import AttentionCall, LinearCall
+from levanter_infer.kernels.backend import Fuse, Platform, Task, Work
+from levanter_infer.kernels.call import AttentionCall, GroupedCall, KvWrite, LinearCall
 from levanter_infer.kernels.gpu import attention, linear, plt
+from levanter_infer.kernels.gpu.kv_write import rotate_and_write
+from levanter_infer.kernels.gpu.logits import logit_stats
 from levanter_infer.kernels.xla.backend import XlaBackend
 
 GPU = Platform("gpu")
+
+_IN_GRAPHS = "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,CONDITIONAL,WHILE"
+"""What XLA may put into CUDA graphs: by default it puts no loops there."""
+_NOT_IN_GRAPHS = "fusion-dynamic-memcpy-rewriter"
+"""A pass of XLA that makes a copy of the host's of a layer's slice, which no graph can hold."""
 
 
 @dataclass(frozen=True)
@@ -28,6 +35,7 @@ class GpuBackend(XlaBackend):
     name = "gpu"
     home = GPU
     kernels = frozenset({Work.MATMUL, Work.ATTENTION})
+    fuses = frozenset(Fuse)
 
     @classmethod
     def refusal(cls, task: Task) -> str | None:
@@ -55,7 +63,10 @@ class GpuBackend(XlaBackend):
 
     @property
     def compiler_options(self) -> Mapping[str, str | bool]:
-        return self.required_options
+        """Loops and branches in CUDA graphs, so that the round is one graph and the host waits for no condition of a
+        step (docs/decisions/0046)."""
+        graphs = {"xla_gpu_enable_command_buffer": _IN_GRAPHS, "xla_disable_hlo_passes": _NOT_IN_GRAPHS}
+        return {**({} if self.interpret else graphs), **self.required_options}
 
     @property
     def required_options(self) -> Mapping[str, str | bool]:
@@ -66,9 +77,39 @@ class GpuBackend(XlaBackend):
         """A single matrix, the head's or that of a layer which a scan has picked, is XLA's, unless rows are apart: its
         libraries may sum a row in an order that depends on its place."""
         if call.layer is None and self.is_apart:
+            norm = None if call.norm is None else (call.norm[0][None], call.norm[1])
             weights = [weight[None] for weight in call.weights]
-            call = dataclasses.replace(call, weights=weights, layer=jnp.int32(0))
-        return super().linear(call) if call.layer is None else linear.stacked_matmul(call, interpret=self.interpret)
+            call = dataclasses.replace(call, weights=weights, norm=norm, layer=jnp.int32(0))
+        if call.layer is not None:
+            return linear.stacked_matmul(call, interpret=self.interpret)
+        results = super().linear(dataclasses.replace(call, x=_prepared(call), norm=None, gate=None, residual=None))
+        return results if call.residual is None else [call.residual.astype(jnp.float32) + each for each in results]
+
+    def grouped_linear(self, call: GroupedCall) -> list[Array]:
+        """Norm and gate are computed once for all groups."""
+        return super().grouped_linear(dataclasses.replace(call, x=_prepared(call), norm=None, gate=None))
+
+    def bucketed(self, compute: Callable[[int], Array], num_rows: Array, buckets: Sequence[int], zeros: Array) -> Array:
+        """The largest: fewer rows would read the same weights, and the results of several would be copied."""
+        return compute(buckets[-1])
+
+    def logit_stats(self, logits: Array, num_rows: Array) -> tuple[Array, Array, Array] | None:
+        return logit_stats(logits, interpret=self.interpret)
+
+    def write_kv(self, pool: Array, write: KvWrite) -> tuple[Array | None, Array]:
+        """Norms, rotation and write in one launch."""
+        if write.rotation is None:
+            return super().write_kv(pool, write)
+        return rotate_and_write(pool, write, interpret=self.interpret)
 
     def _attend(self, call: AttentionCall) -> Array:
         return attention.gpu_attention(call, invariant=self.is_apart, interpret=self.interpret)
+
+
+def _prepared(call: LinearCall | GroupedCall) -> Array:
+    """The input of a matmul with its norm or gate, by XLA."""
+    x = call.x if call.gate is None else linear.gated(call.x, call.gate)
+    if call.norm is None:
+        return x
+    weight, eps = call.norm
+    return linear.normed(x, weight if call.layer is None else weight[call.layer], eps)

@@ -13,14 +13,14 @@ import functools
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jax.experimental import pallas as pl
 
 from levanter_infer.kernels.call import AttentionCall
 from levanter_infer.kernels.rules import MASKED, NOTHING_SEEN
 from levanter_infer.kernels.tpu.pipeline import LOG2_E, Inputs, Item, Pipeline, Rows, mask_unmapped, run_kernel
 from levanter_infer.kernels.tpu.pool import LANES, TpuPool, apart, pairs, side_by_side
-from levanter_infer.kernels.tpu.scales import KEYS, VALUES, load_scales, scales_of_rows
+from levanter_infer.kernels.tpu.scales import KEYS, VALUES, key_order, load_numbers, load_scales, scales_of_rows
 from levanter_infer.kernels.tpu.sizes import Scratch, Sizes, Tile
+from levanter_infer.kernels.tpu.tiling import shifts_words
 
 MANY_PAGES = 32
 """Pages of a KV block beyond which the copies of a later block are started at two places of the schedule."""
@@ -47,6 +47,7 @@ def decode_attention(call: AttentionCall, tile: Tile, operand: jnp.dtype, *, int
         q_per_kv=call.heads_per_kv_head,
         rows=rows,
         operand=operand,
+        in_words=pool.scaled and call.page_size % 32 == 0 and shifts_words(),
     )
 
     def by_group(values: Array) -> Array:
@@ -114,7 +115,7 @@ def _compute(call: AttentionCall, pipeline: Pipeline, item, q_slot, subblock, pr
     width = pages * sizes.page_size
     start = pipeline.items[index, Item.KV_BLOCK] * sizes.tokens + first_page * sizes.page_size
     q_row = jax.lax.broadcasted_iota(jnp.int32, (sizes.rows, 1), 0)
-    first_kv_pos = start + jax.lax.broadcasted_iota(jnp.int32, (sizes.rows, width), 1)
+    first_kv_pos = start + key_order(sizes, jax.lax.broadcasted_iota(jnp.int32, (sizes.rows, width), 1), width)
     q_pos = jnp.full((sizes.rows, 1), pipeline.seq_lens[pipeline.items[index, Item.ROW]] - 1)
     mapped = None if subblock is None else mask_unmapped(pipeline, item, first_kv_pos)
     scales = [load_scales(pipeline, slot, first_page + i * pages, pages) for i in range(stretches)]
@@ -125,8 +126,7 @@ def _compute(call: AttentionCall, pipeline: Pipeline, item, q_slot, subblock, pr
     )
 
     def load(slab, stretch):
-        own = pl.ds(first_page + stretch * pages, pages)
-        return pipeline.kv[slot, own, slab].reshape(width, LANES).astype(sizes.operand)
+        return load_numbers(pipeline, slot, first_page + stretch * pages, pages, slab)
 
     def head_of(group, row):
         """Query head of each row; padded rows repeat the last."""
@@ -212,7 +212,7 @@ def _seen_by_any(rules, sizes: Sizes, start, q_pos, width: int, head_of) -> Arra
     """bool[width, 128]: which keys `mask_mod` shows to some head of the group. The values of the others are set to 0,
     because a weight of 0 does not suffice: 0 * NaN is NaN."""
     shape = (width, LANES)
-    kv_pos = start + jax.lax.broadcasted_iota(jnp.int32, shape, 0)
+    kv_pos = start + key_order(sizes, jax.lax.broadcasted_iota(jnp.int32, shape, 0), width)
     seen = [
         rules.seen(jnp.full(shape, q_pos), kv_pos, jnp.full(shape, head_of(row)))
         for row in range(sizes.heads_per_group)

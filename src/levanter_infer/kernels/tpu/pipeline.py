@@ -96,13 +96,13 @@ class Inputs(NamedTuple):
     """The queries, in the operands' dtype. Decode: [T, groups * lane_tiles, rows, 128]; prefill: [groups * lane_tiles,
     tokens * heads_per_group, 128]."""
     sinks: Any = None
-    """f32[groups, rows, 128], in units of log2; None for none."""
+    """In units of log2: f32[groups, rows, 128], for prefill f32[groups, 8, columns]; None for none."""
     slopes: Any = None
-    """f32[groups, rows, 128], ALiBi's; None for none."""
+    """ALiBi's, in the same shape; None for none."""
 
     @staticmethod
     def of(call: AttentionCall, q: Array, per_head: Callable[[Array], Array]) -> "Inputs":
-        """The arrays of a call. Args: per_head: [Hq] -> [groups, rows, 128]."""
+        """The arrays of a call. Args: per_head: [Hq] -> the shape of `sinks`."""
         sinks, slopes = call.sinks, call.rules.alibi_slopes
         return Inputs(
             page_ids=page_id_chunks(call.page_indices),
@@ -193,8 +193,15 @@ def run_kernel(
     rows = Rows(call.seq_lens, call.cu_q_lens, scalars(call), has_unmapped_page(call), q_starts)
     hbm = pl.BlockSpec(memory_space=pl.ANY)
     shares = sizes.tile.row_shares
-    part = pl.BlockSpec((sizes.groups, sizes.rows, LANES), lambda step, *_: (_part_and_share(step, shares)[0], 0, 0))
-    per_head = {field: None if getattr(inputs, field) is None else part for field in ("sinks", "slopes")}
+
+    def own_heads(values: Array | None) -> pl.BlockSpec | None:
+        if values is None:
+            return None
+        return pl.BlockSpec(
+            (sizes.groups, *values.shape[1:]), lambda step, *_: (_part_and_share(step, shares)[0], 0, 0)
+        )
+
+    per_head = dict(sinks=own_heads(inputs.sinks), slopes=own_heads(inputs.slopes))
     out_shape, tiles_axis = list(inputs.q.shape), 1 if sizes.tile.queries == 1 else 0
     out_shape[tiles_axis] = sizes.out_tiles * sizes.tile.parts
     return pl.pallas_call(
@@ -459,43 +466,72 @@ class Pipeline:
         def _():
             self._q_copy(index).wait()
 
-        return self.slot(self.items[index, Item.Q_BLOCKS_BEFORE])
+        return self.q_slot(item)
 
-    def run(self, unmasked, masked, finish) -> None:
+    def q_slot(self, item: Array) -> Array:
+        """Slot of an item's queries in `Scratch.q_buf`."""
+        return self.slot(self.items[self.index(item), Item.Q_BLOCKS_BEFORE])
+
+    def run(self, unmasked, masked, finish, prepare=None) -> None:
         """Compute all work items, in order.
 
         Args:
             unmasked: `unmasked(item, q_slot, prefetch)` computes an item of which every query sees every key, and
-                meanwhile calls `prefetch` for all pages of a later one; None if all items need masks.
+                meanwhile calls `prefetch` for all pages of a later one; None if all items need masks. With `prepare`:
+                `unmasked(item, next_item, q_slot, prefetch)`.
             masked: `masked(item, q_slot)` computes any item, sub-block by sub-block, without the sub-blocks that hold
                 no key that some query sees.
             finish: `finish(slot)` writes the outputs of a query block to `Scratch.out_buf` after its last item.
+            prepare: `prepare(item, q_slot)` begins an unmasked item. It is called for the first of several in a row,
+                all of one query block; `unmasked` begins the next one itself, unless that is None. After the last one
+                it is given that item again.
         """
 
-        def begin(item, cursor, all_pages):
+        def begin(item, cursor):
             cursor = self.advance(cursor)
             later = item + self.ahead
-            first_page, end_page = self.start_queries(later, later < cursor.num_items)
-            self.wait_pages(item, all_pages)
-            return cursor, (later, first_page, end_page), self.wait_queries(item)
+            return cursor, (later, *self.start_queries(later, later < cursor.num_items))
 
         def is_unmasked(item, cursor):
             return (self.items[self.index(item), Item.IS_UNMASKED] == 1) & (item < cursor.num_items)
 
         def unmasked_turn(carry):
             item, cursor, _ = carry
-            cursor, later, q_slot = begin(item, cursor, True)
-            unmasked(item, q_slot, self.page_prefetcher(*later))
+            cursor, later = begin(item, cursor)
+            self.wait_pages(item, True)
+            q_slot = self.wait_queries(item)
+            if prepare is None:
+                unmasked(item, q_slot, self.page_prefetcher(*later))
+            else:
+                prepare(item, q_slot)
+                unmasked(item, None, q_slot, self.page_prefetcher(*later))
             return item + 1, cursor, is_unmasked(item + 1, cursor)
+
+        def prepared_turn(carry):
+            item, cursor, _ = carry
+            goes_on = is_unmasked(item + 1, cursor)
+            cursor, later = begin(item, cursor)
+            pl.when(goes_on)(lambda: self.wait_pages(item + 1, True))
+            unmasked(item, jnp.where(goes_on, item + 1, item), self.q_slot(item), self.page_prefetcher(*later))
+            return item + 1, cursor, goes_on
+
+        def begin_several(item):
+            assert prepare is not None
+            self.wait_pages(item, True)
+            prepare(item, self.wait_queries(item))
 
         def turn(carry):
             # Unmasked items have a loop of their own: most of the time is spent there.
             item, cursor = carry
             if unmasked is not None:
-                item, cursor, _ = jax.lax.while_loop(
-                    lambda c: c[2], unmasked_turn, (item, cursor, is_unmasked(item, cursor))
-                )
-            cursor, later, q_slot = begin(item, cursor, False)
+                found, one = is_unmasked(item, cursor), unmasked_turn
+                if prepare is not None and self.ahead > 1:
+                    pl.when(found)(functools.partial(begin_several, item))
+                    one = prepared_turn
+                item, cursor, _ = jax.lax.while_loop(lambda c: c[2], one, (item, cursor, found))
+            cursor, later = begin(item, cursor)
+            self.wait_pages(item, False)
+            q_slot = self.wait_queries(item)
             self.prefetch_pages(*later)
             zero_masked_values(self, item)
             masked(item, q_slot)
@@ -634,6 +670,11 @@ def zero_masked_values(pipeline: Pipeline, item: Array) -> None:
 
 def mask_unmapped(pipeline: Pipeline, item: Array, kv_pos: Array) -> Array:
     """bool, of the shape of `kv_pos`: false for keys on a page that is none."""
+    return mapped_keys(pipeline, item, kv_pos) > 0
+
+
+def mapped_keys(pipeline: Pipeline, item: Array, kv_pos: Array) -> Array:
+    """i32, of the shape of `kv_pos`: 0 for keys on a page that is none, 1 for others."""
     sizes, index = pipeline.sizes, pipeline.index(item)
     start = pipeline.items[index, Item.KV_BLOCK] * sizes.tokens
 
@@ -644,4 +685,4 @@ def mask_unmapped(pipeline: Pipeline, item: Array, kv_pos: Array) -> Array:
 
     first = pipeline.items[index, Item.FIRST_PAGE]
     end = jnp.where(pipeline.items[index, Item.HAS_UNMAPPED_PAGE] > 0, pipeline.items[index, Item.END_PAGE], first)
-    return jax.lax.fori_loop(first, end, hide, jnp.ones(kv_pos.shape, jnp.int32)) > 0
+    return jax.lax.fori_loop(first, end, hide, jnp.ones(kv_pos.shape, jnp.int32))

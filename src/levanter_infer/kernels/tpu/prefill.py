@@ -1,14 +1,22 @@
 """The prefill path of the `tpu` implementation: rows with two or more queries, as chunked prefill has them.
 
-The queries of a row are cut into query blocks, and a query block meets the keys KV block by KV block. For one group of
-heads the pairs of query and head are the rows that stream through the matrix unit, so many of them that pushing keys
-and values into it costs little. They are cut into stripes, so that the matmuls of one stripe overlap the softmax of
-another.
+The queries of a row are cut into query blocks, and a query block meets the keys KV block by KV block. Scores are
+computed transposed, with keys in sublanes and the pairs of query and head of one group in lanes, as *columns*:
+
+    scores [keys, columns] = K · Qᵀ,  outputs [head size, columns] += Vᵀ · P
+
+The maximum and the sum over keys then are elementwise operations of registers, m, l and their factor are one row for
+all keys, and the weights P, of which there are more than of anything else, are the stationary operand of the second
+matmul: 256 keys x 256 columns, which fills a matrix unit of 256 x 256 where values of 128 fill half of it.
+
+The scores of a KV block are computed while the one before it goes through softmax and the second matmul, because the
+compiler overlaps within one turn of a loop only (`_turn`). They wait in VMEM.
 """
 
 import dataclasses
 import functools
-import itertools
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,13 +26,15 @@ from jax.experimental.pallas import tpu as pltpu
 
 from levanter_infer.kernels.call import AttentionCall
 from levanter_infer.kernels.rules import MASKED, NOTHING_SEEN
-from levanter_infer.kernels.tpu.pipeline import LOG2_E, Inputs, Item, Pipeline, Rows, mask_unmapped, run_kernel
-from levanter_infer.kernels.tpu.pool import LANES, TpuPool, apart, pairs, side_by_side
-from levanter_infer.kernels.tpu.scales import KEYS, VALUES, load_scales, scales_of_rows
-from levanter_infer.kernels.tpu.sizes import Scratch, Sizes, Tile, align_queries
+from levanter_infer.kernels.tpu.pipeline import LOG2_E, Inputs, Item, Pipeline, Rows, mapped_keys, run_kernel
+from levanter_infer.kernels.tpu.pool import LANES, TpuPool, pairs, side_by_side
+from levanter_infer.kernels.tpu.scales import KEYS, VALUES, scales_of_keys
+from levanter_infer.kernels.tpu.sizes import SUBLANES, Scratch, Sizes, Tile, align_queries
 
 STRIPE = 256
-"""Rows per stripe."""
+"""Columns per stripe."""
+CHUNK = 256
+"""Keys that softmax and the matmuls of a stripe take at once."""
 _MAX_PAIRS = 2**22
 """Up to so many pairs a comparison of all takes fewer cycles than a search."""
 
@@ -56,17 +66,18 @@ def prefill_attention(
     )
     q_starts, source, target = _aligned(call, align_queries(per_group), sizes.least_queries)
 
-    def by_row(values: Array) -> Array:
-        """[Hq] -> [groups, rows, 128]"""
-        rows = jnp.tile(values.reshape(groups, per_group), (1, tile.queries))
-        return jnp.broadcast_to(rows[:, :, None], (groups, sizes.rows, LANES))
+    def by_column(values: Array) -> Array:
+        """[Hq] -> [groups, 8, columns]"""
+        columns = jnp.tile(values.reshape(groups, per_group), (1, tile.queries))
+        columns = jnp.pad(columns, ((0, 0), (0, sizes.columns - sizes.rows)))
+        return jnp.broadcast_to(columns[:, None], (groups, SUBLANES, sizes.columns))
 
     q = pool.pack_queries(call.q.astype(operand)).at[source].get(mode="clip")
     q = q.transpose(1, 3, 0, 2, 4).reshape(groups * pool.lane_tiles, -1, LANES)
     if not interpret:
         # Else XLA may put them in VMEM, where a copy is a loop of loads and stores.
         q = pltpu.with_memory_space_constraint(q, memory_space=pltpu.HBM)
-    out = run_kernel(attend_prefill, call, sizes, Inputs.of(call, q, by_row), q_starts, interpret=interpret)
+    out = run_kernel(attend_prefill, call, sizes, Inputs.of(call, q, by_column), q_starts, interpret=interpret)
     out = out.reshape(groups, pool.value_tiles, -1, per_group, LANES).transpose(2, 0, 3, 1, 4)
     out = out.at[target].get(mode="clip")
     return pool.unpack_outputs(out.reshape(num_tokens, groups, per_group, pool.value_tiles * LANES))
@@ -109,23 +120,15 @@ def _row_at(ends: Array, places: Array) -> Array:
 
 def attend_prefill(rows: Rows, inputs: Inputs, out_ref, scratch: Scratch, *, call: AttentionCall, sizes: Sizes):
     pipeline = Pipeline(call, sizes, rows, inputs, out_ref, scratch)
-
-    def unmasked(item, q_slot, prefetch):
-        _compute(call, pipeline, item, q_slot, None, prefetch)
-
-    def masked(item, q_slot):
-        def one(subblock, carry):
-            _compute(call, pipeline, item, q_slot, subblock, None)
-            return carry
-
-        jax.lax.fori_loop(*pipeline.live_subblocks(item), one, 0)
+    block = _Block(call, pipeline)
 
     def finish(slot):
         _finish(sizes, scratch, slot)
         _reset(inputs, scratch)
 
     _reset(inputs, scratch)
-    pipeline.run(unmasked if call.rules.mask_mod is None else None, masked, finish)
+    unmasked = block.turn if call.rules.mask_mod is None and not sizes.invariant else None
+    pipeline.run(unmasked, block.masked, finish, prepare=block.prepare)
 
 
 def _reset(inputs: Inputs, scratch: Scratch) -> None:
@@ -133,8 +136,8 @@ def _reset(inputs: Inputs, scratch: Scratch) -> None:
     shape = scratch.m_ref.shape
     if inputs.sinks is not None:
         scratch.m_ref[...] = inputs.sinks[...]
-        lane = jax.lax.broadcasted_iota(jnp.int32, shape, 2)
-        scratch.l_ref[...] = jnp.where(lane == 0, jnp.float32(1), jnp.float32(0))
+        sublane = jax.lax.broadcasted_iota(jnp.int32, shape, 1)
+        scratch.l_ref[...] = jnp.where(sublane == 0, jnp.float32(1), jnp.float32(0))
     else:
         scratch.m_ref[...] = jnp.full(shape, NOTHING_SEEN, jnp.float32)
         scratch.l_ref[...] = jnp.zeros(shape, jnp.float32)
@@ -144,139 +147,280 @@ def _reset(inputs: Inputs, scratch: Scratch) -> None:
 class _Slopes:
     """ALiBi's slopes of a stripe, indexed as `ScoreRules` does."""
 
-    def __init__(self, ref, group: int, stripe):
-        self._slopes = ref[group, stripe, :1]
+    def __init__(self, ref, group: int, columns):
+        self._slopes = ref[group, :1, columns]
 
     def __getitem__(self, head: Array) -> Array:
         return self._slopes
 
 
-def _compute(call: AttentionCall, pipeline: Pipeline, item, q_slot, subblock, prefetch) -> None:
-    """Add a work item, or one sub-block of it, to the attention of its query block.
+class _Stripe(NamedTuple):
+    """Some columns of a group of heads."""
 
-    Args:
-        subblock: None for the whole item, without masks; else index of the sub-block.
-        prefetch: as in the decode path.
-    """
-    sizes, inputs, scratch, f32 = pipeline.sizes, pipeline.inputs, pipeline.scratch, jnp.float32
-    index, slot, tiles = pipeline.index(item), pipeline.slot(item), sizes.pool.lane_tiles
-    value_tiles = sizes.pool.value_tiles
-    masked = subblock is not None
-    pages, first_page = (sizes.subblock_pages, subblock * sizes.subblock_pages) if masked else (sizes.tile.pages, 0)
-    if sizes.invariant:
-        pages = sizes.subblock_pages
-    stretches = 1 if masked else sizes.tile.pages // pages
-    width = pages * sizes.page_size
-    rules = dataclasses.replace(call.rules, sliding_window=pipeline.window)
-    plain = rules.soft_cap is None and rules.alibi_slopes is None and rules.score_mod is None
-    start = pipeline.items[index, Item.KV_BLOCK] * sizes.tokens + first_page * sizes.page_size
-    first_pos = pipeline.first_pos(pipeline.items[index, Item.ROW], pipeline.items[index, Item.Q_BLOCK])
-    per_group = sizes.heads_per_group
-    stripe_rows = STRIPE if sizes.rows % STRIPE == 0 else sizes.rows
-    stripes = sizes.rows // stripe_rows
-    first_kv_pos = start + jax.lax.broadcasted_iota(jnp.int32, (1, width), 1)
-    mapped = mask_unmapped(pipeline, item, first_kv_pos) if masked else None
-    all_scales = [load_scales(pipeline, slot, first_page + i * pages, pages) for i in range(stretches)]
-    dot = functools.partial(
-        jax.lax.dot_general,
-        preferred_element_type=f32,
-        precision=None if sizes.operand.itemsize < 4 else jax.lax.Precision.HIGHEST,
-    )
+    group: int
+    first: int
+    count: int
 
-    def load(slab, stretch):
-        own = pl.ds(first_page + stretch * pages, pages)
-        return pipeline.kv[slot, own, slab].reshape(width, LANES).astype(sizes.operand)
+    @property
+    def columns(self):
+        return pl.ds(self.first, self.count)
 
-    def rows_of(stripe):
-        at = stripe * stripe_rows
-        return pl.ds(at if isinstance(stripe, int) else pl.multiple_of(at, stripe_rows), stripe_rows)
 
-    def positions(group, stripe):
-        """Positions of the queries and numbers of the heads of a stripe's rows, i32[rows, 1]."""
-        row = stripe * stripe_rows + jax.lax.broadcasted_iota(jnp.int32, (stripe_rows, 1), 0)
-        query = jnp.floor((row.astype(f32) + f32(0.5)) * f32(1 / per_group)).astype(jnp.int32)
-        return first_pos + query, (pipeline.part * sizes.groups + group) * per_group + row - query * per_group
+class _Keys(NamedTuple):
+    """Keys of a work item."""
 
-    def scores_of(stretch, group, stripe):
-        """f32[stripe_rows, width]"""
+    item: Array
+    slot: Array
+    """Of their buffer."""
+    first: Any
+    """The first one, relative to the KV block."""
+    count: int
+
+    def part(self, at: int, count: int) -> "_Keys":
+        return _Keys(self.item, self.slot, self.first + at, count)
+
+
+class _Block:
+    """The computations for one query block."""
+
+    def __init__(self, call: AttentionCall, pipeline: Pipeline):
+        self.pipeline, self.sizes, self.scratch = pipeline, pipeline.sizes, pipeline.scratch
+        self.rules = dataclasses.replace(call.rules, sliding_window=pipeline.window)
+        rules, sizes = self.rules, self.sizes
+        self.plain = rules.soft_cap is None and rules.alibi_slopes is None and rules.score_mod is None
+        starts = range(0, sizes.columns, STRIPE)
+        self.stripes = [
+            _Stripe(group, first, min(STRIPE, sizes.columns - first))
+            for group in range(sizes.groups)
+            for first in starts
+        ]
+        # Sums of 256 numbers of 32 bits round more than those of 128, and no matrix unit adds them faster.
+        tiles = sizes.pool.lane_tiles
+        self.depths = pairs(tiles) if sizes.operand.itemsize < 4 else [range(t, t + 1) for t in range(tiles)]
+        self.known_scales: dict = {}
+        """Of int8, by keys, side and head, during one method."""
+        page_size = sizes.page_size
+        is_whole = sizes.tokens % CHUNK == 0 and (CHUNK % page_size == 0 or page_size % CHUNK == 0)
+        self.chunk = CHUNK if is_whole else sizes.tokens
+        self.dot = functools.partial(
+            jax.lax.dot_general,
+            preferred_element_type=jnp.float32,
+            precision=None if sizes.operand.itemsize < 4 else jax.lax.Precision.HIGHEST,
+        )
+
+    def prepare(self, item: Array, q_slot: Array) -> None:
+        """Compute the scores of an item's keys, m and its factor."""
+        keys, self.known_scales = self._keys(item), {}
+        for stripe in self.stripes:
+            maxima = [self._put_scores(q_slot, stripe, keys.part(at, self.chunk)) for at in self._chunks()]
+            self._put_max(stripe, maxima)
+        self._put_values(keys)
+
+    def turn(self, item: Array, next_item: Array | None, q_slot: Array, prefetch) -> None:
+        """Add an item whose scores have been computed to the attention, and compute those of `next_item`, if given.
+
+        The scores of a stripe and chunk of keys replace those that were just read, and the second matmul of a chunk is
+        written behind the scores of the next: so the compiler finds work for the matrix unit while it computes powers.
+        """
+        keys, next_keys = self._keys(item), None if next_item is None else self._keys(next_item)
+        late, self.known_scales = [], {}
+        for number, stripe in enumerate(self.stripes):
+            own = stripe.group, slice(None), stripe.columns
+            m, factor, sums, maxima = self.scratch.m_ref[own], self.scratch.factor_ref[own], [], []
+            for at in self._chunks():
+                part = keys.part(at, self.chunk)
+                scores = self.scratch.score_ref[stripe.group, pl.ds(at, self.chunk), stripe.columns]
+                weights, total = self._weights(stripe, part, scores, m)
+                sums.append(total)
+                if next_keys is not None:
+                    maxima.append(self._put_scores(q_slot, stripe, next_keys.part(at, self.chunk)))
+                late.append(functools.partial(self._add_values, stripe, at, weights, factor if at == 0 else None))
+                if len(late) > 1:
+                    late.pop(0)()
+            self.scratch.l_ref[own] = self.scratch.l_ref[own] * factor + functools.reduce(jnp.add, sums)
+            if next_keys is not None:
+                self._put_max(stripe, maxima)
+            if number == 0:  # keys are not loaded past a copy's start, but the second stripe has much else to do
+                prefetch(range(self.sizes.tile.pages))
+        late.pop()()
+        if next_keys is not None:
+            self._put_values(next_keys)
+
+    def masked(self, item: Array, q_slot: Array) -> None:
+        """Add the sub-blocks of an item that hold a key that some query sees to the attention."""
+        count = self.sizes.subblock_pages * self.sizes.page_size
+
+        def one(subblock, carry):
+            keys, self.known_scales = _Keys(item, self.pipeline.slot(item), subblock * count, count), {}
+            mapped = mapped_keys(self.pipeline, item, self._positions(keys))
+            values = [self._values(keys, group) for group in range(self.sizes.groups)]
+            for stripe in self.stripes:
+                own = stripe.group, slice(None), stripe.columns
+                scores = self._scores(q_slot, stripe, keys, mapped)
+                m, factor = self._max(stripe, [_fold(scores, jnp.max)])
+                weights, total = self._weights(stripe, keys, scores, m)
+                self.scratch.m_ref[own] = m
+                self.scratch.l_ref[own] = self.scratch.l_ref[own] * factor + total
+                self._add(stripe, values[stripe.group], weights, factor)
+            return carry
+
+        jax.lax.fori_loop(*self.pipeline.live_subblocks(item), one, 0)
+
+    def _keys(self, item: Array) -> _Keys:
+        return _Keys(item, self.pipeline.slot(item), 0, self.sizes.tokens)
+
+    def _chunks(self) -> range:
+        return range(0, self.sizes.tokens, self.chunk)
+
+    def _load(self, keys: _Keys, slab: int) -> Array:
+        """[keys, 128]"""
+        sizes, page_size = self.sizes, self.sizes.page_size
+        if isinstance(keys.first, int) and (keys.first % page_size or keys.count % page_size):
+            page, offset = divmod(keys.first, page_size)
+            assert offset + keys.count <= page_size, "a part of a page and of the next"
+            loaded = self.pipeline.kv[keys.slot, page, slab, pl.ds(offset, keys.count)]
+        else:
+            first = (
+                keys.first // page_size
+                if isinstance(keys.first, int)
+                else jax.lax.div(keys.first, jnp.int32(page_size))
+            )
+            pages = pl.ds(first, keys.count // page_size)
+            loaded = self.pipeline.kv[keys.slot, pages, slab].reshape(keys.count, LANES)
+        return loaded.astype(sizes.operand)
+
+    def _positions(self, keys: _Keys) -> Array:
+        """i32[keys, 128]"""
+        index = self.pipeline.index(keys.item)
+        start = self.pipeline.items[index, Item.KV_BLOCK] * self.sizes.tokens + keys.first
+        return start + jax.lax.broadcasted_iota(jnp.int32, (keys.count, LANES), 0)
+
+    def _queries(self, keys: _Keys, stripe: _Stripe) -> tuple[Array, Array]:
+        """Positions of the queries and numbers of the heads of a stripe's columns, i32[1, columns]."""
+        per_group, pipeline, index = self.sizes.heads_per_group, self.pipeline, self.pipeline.index(keys.item)
+        column = stripe.first + jax.lax.broadcasted_iota(jnp.int32, (1, stripe.count), 1)
+        query = jnp.floor((column.astype(jnp.float32) + 0.5) * jnp.float32(1 / per_group)).astype(jnp.int32)
+        first_pos = pipeline.first_pos(pipeline.items[index, Item.ROW], pipeline.items[index, Item.Q_BLOCK])
+        first_head = (pipeline.part * self.sizes.groups + stripe.group) * per_group
+        return first_pos + query, first_head + column - query * per_group
+
+    def _scores(self, q_slot: Array, stripe: _Stripe, keys: _Keys, mapped: Array | None) -> Array:
+        """f32[keys, columns], in units of log2; with masks if `mapped` is given."""
+        sizes, rules, scratch = self.sizes, self.rules, self.scratch
+        tiles, f32 = sizes.pool.lane_tiles, jnp.float32
         matmul = [
-            dot(
-                side_by_side([scratch.q_buf[q_slot, group * tiles + t, rows_of(stripe)] for t in pair]),
-                side_by_side([load(sizes.keys(group, t), stretch) for t in pair]),
+            self.dot(
+                side_by_side([self._load(keys, sizes.keys(stripe.group, t)) for t in pair]),
+                side_by_side([scratch.q_buf[q_slot, stripe.group * tiles + t, stripe.columns] for t in pair]),
                 (((1,), (1,)), ((), ())),
             )
-            for pair in pairs(tiles)
+            for pair in self.depths
         ]
         matmul = functools.reduce(jnp.add, matmul)
-        q_pos, head = positions(group, stripe)
-        scales, kv_pos = all_scales[stretch], first_kv_pos + stretch * width if stretch else first_kv_pos
-        if scales is not None:
-            matmul = matmul * scales_of_rows(pipeline, scales, group, KEYS, head)
-        if plain:
+        q_pos, head = self._queries(keys, stripe)
+        if sizes.pool.scaled:
+            matmul = matmul * self._scales(stripe, keys, KEYS, head)
+        kv_pos = _widen(self._positions(keys), stripe.count)
+        if self.plain:
             scores = matmul * f32(rules.scale * LOG2_E)
         else:
-            own = {} if inputs.slopes is None else dict(alibi_slopes=_Slopes(inputs.slopes, group, rows_of(stripe)))
+            slopes = self.pipeline.inputs.slopes
+            own = {} if slopes is None else dict(alibi_slopes=_Slopes(slopes, stripe.group, stripe.columns))
             scores = dataclasses.replace(rules, **own).scores(matmul, q_pos, kv_pos, head) * f32(LOG2_E)
         if mapped is None:
             return scores
-        return jnp.where(rules.seen(q_pos, kv_pos, head) & mapped, scores, f32(MASKED))
+        return jnp.where(rules.seen(q_pos, kv_pos, head) & (_widen(mapped, stripe.count) > 0), scores, f32(MASKED))
 
-    def weights_of(stretch, group, stripe, scores):
-        """The weights [stripe_rows, width] and alpha; updates m and l."""
-        rows, scales = rows_of(stripe), all_scales[stretch]
-        m_prev = scratch.m_ref[group, rows]
-        m_new = jnp.maximum(m_prev, jnp.max(scores, axis=1, keepdims=True))
-        weights = jnp.exp2(scores - m_new[:, :1])
-        alpha = jnp.exp2(m_prev - m_new)
-        if sizes.invariant:  # exactly, whatever the unit for exponentials gives for 0
-            alpha = jnp.where(m_prev == m_new, f32(1), alpha)
-        scratch.m_ref[group, rows] = m_new
-        columns = [weights[:, at : at + LANES] for at in range(0, width, LANES)]
-        if width % LANES:
-            columns[-1] = jnp.pad(columns[-1], ((0, 0), (0, LANES - width % LANES)))
-        scratch.l_ref[group, rows] = scratch.l_ref[group, rows] * alpha + functools.reduce(jnp.add, columns)
-        if scales is not None:
-            weights = weights * scales_of_rows(pipeline, scales, group, VALUES, positions(group, stripe)[1])
-        return weights.astype(sizes.operand), alpha
+    def _scales(self, stripe: _Stripe, keys: _Keys, side: int, head: Array) -> Array:
+        """The scales of int8 keys or values for a stripe, f32[keys, columns]."""
+        sizes = self.sizes
+        heads = sizes.pool.heads_per_group
+        first = (self.pipeline.part * sizes.groups + stripe.group) * heads
 
-    def add_values(stretch, group, stripe, weights, alpha):
-        for pair in pairs(value_tiles):
-            loaded = [load(sizes.values(group, t), stretch) for t in pair]
-            if rules.mask_mod is not None:
-                seen = _seen_by_any(rules, pipeline, item, group, start, width)
-                loaded = [jnp.where(seen, values, jnp.zeros((), values.dtype)) for values in loaded]
-            places = [(group * value_tiles + t, rows_of(stripe)) for t in pair]
-            before = [scratch.acc_ref[at] * alpha for at in places]
-            sums = apart(dot(weights, side_by_side(loaded), (((1,), (0,)), ((), ()))))
-            for at, old, new in zip(places, before, sums, strict=True):
-                scratch.acc_ref[at] = old + new
+        def of(number: int) -> Array:
+            # All stripes use the same; computed anew they would need as many exponentials as the weights.
+            name = id(keys.item), id(keys.first) if not isinstance(keys.first, int) else keys.first, side
+            if (*name, stripe.group, number) not in self.known_scales:
+                codes = self._load(keys, sizes.number_slabs)
+                self.known_scales[*name, stripe.group, number] = scales_of_keys(codes, first + number, side)
+            return _widen(self.known_scales[*name, stripe.group, number], stripe.count)
 
-    if masked:
-        for group in range(sizes.groups):
+        found = of(0)
+        for number in range(1, heads):
+            found = jnp.where(head >= (first + number) * sizes.q_per_kv, of(number), found)
+        return found
 
-            def one(stripe, carry, group=group):
-                unit = 0, group, stripe
-                add_values(*unit, *weights_of(*unit, scores_of(*unit)))
-                return carry
+    def _put_scores(self, q_slot: Array, stripe: _Stripe, keys: _Keys) -> Array:
+        """Store scores without masks. Returns: their maxima, f32[8, columns]."""
+        scores = self._scores(q_slot, stripe, keys, None)
+        self.scratch.score_ref[stripe.group, pl.ds(keys.first, keys.count), stripe.columns] = scores
+        return _fold(scores, jnp.max)
 
-            jax.lax.fori_loop(0, stripes, one, 0)
-        return
-    # The matmuls of a stripe are written before the softmax of the one before it, so that they overlap.
-    order = list(itertools.product(range(stretches), range(sizes.groups), range(stripes)))
-    scores = scores_of(*order[0])
-    if prefetch is not None:
-        prefetch(range(sizes.tile.pages))
-    for step, unit in enumerate(order):
-        next_scores = scores_of(*order[step + 1]) if step + 1 < len(order) else None
-        add_values(*unit, *weights_of(*unit, scores))
-        scores = next_scores
+    def _max(self, stripe: _Stripe, maxima: list[Array]) -> tuple[Array, Array]:
+        """The new m, and the factor of what was summed with the old one: f32[8, columns], all rows the same."""
+        before = self.scratch.m_ref[stripe.group, :, stripe.columns]
+        m = jnp.maximum(before, jnp.max(functools.reduce(jnp.maximum, maxima), axis=0, keepdims=True))
+        factor = jnp.exp2(before - m)
+        if self.sizes.invariant:  # exactly, whatever the unit for exponentials gives for 0
+            factor = jnp.where(before == m, jnp.float32(1), factor)
+        return m, factor
+
+    def _put_max(self, stripe: _Stripe, maxima: list[Array]) -> None:
+        own = stripe.group, slice(None), stripe.columns
+        self.scratch.m_ref[own], self.scratch.factor_ref[own] = self._max(stripe, maxima)
+
+    def _weights(self, stripe: _Stripe, keys: _Keys, scores: Array, m: Array) -> tuple[Array, Array]:
+        """The weights [keys, columns], and their sums f32[8, columns]."""
+        apart = scores.reshape(-1, SUBLANES, stripe.count)
+        weights = jnp.exp2(apart - m[None])
+        total = jnp.sum(weights, axis=0)
+        weights = weights.reshape(keys.count, stripe.count)
+        if self.sizes.pool.scaled:
+            weights = weights * self._scales(stripe, keys, VALUES, self._queries(keys, stripe)[1])
+        return weights.astype(self.sizes.operand), total
+
+    def _values(self, keys: _Keys, group: int) -> Array:
+        """[numbers of a value, keys]"""
+        tiles = []
+        for t in range(self.sizes.pool.value_tiles):
+            values = self._load(keys, self.sizes.values(group, t))
+            if self.rules.mask_mod is not None:
+                seen = _seen_by_any(self.rules, self.pipeline, keys.item, group, self._positions(keys))
+                values = jnp.where(seen, values, jnp.zeros((), values.dtype))
+            tiles.append(values.T)
+        return tiles[0] if len(tiles) == 1 else jnp.concatenate(tiles, axis=0)
+
+    def _put_values(self, keys: _Keys) -> None:
+        for group in range(self.sizes.groups):
+            for at in self._chunks():
+                self.scratch.value_ref[group, :, pl.ds(at, self.chunk)] = self._values(keys.part(at, self.chunk), group)
+
+    def _add_values(self, stripe: _Stripe, at: int, weights: Array, factor: Array | None) -> None:
+        self._add(stripe, self.scratch.value_ref[stripe.group, :, pl.ds(at, self.chunk)], weights, factor)
+
+    def _add(self, stripe: _Stripe, values: Array, weights: Array, factor: Array | None) -> None:
+        """Add values times weights to acc, after its multiplication by `factor`."""
+        own = stripe.group, slice(None), stripe.columns
+        before = self.scratch.acc_ref[own]
+        if factor is not None:
+            before = (before.reshape(-1, SUBLANES, stripe.count) * factor[None]).reshape(before.shape)
+        self.scratch.acc_ref[own] = before + self.dot(values, weights, (((1,), (0,)), ((), ())))
 
 
-def _seen_by_any(rules, pipeline: Pipeline, item, group: int, start, width: int) -> Array:
-    """bool[width, 128]: which keys `mask_mod` shows to some row of the query block; as in the decode path."""
-    shape, index, sizes = (width, LANES), pipeline.index(item), pipeline.sizes
+def _fold(scores: Array, reduce: Callable[..., Array]) -> Array:
+    """[keys, columns] -> [8, columns], register by register."""
+    return reduce(scores.reshape(-1, SUBLANES, scores.shape[1]), axis=0)
+
+
+def _widen(values: Array, columns: int) -> Array:
+    """[keys, 128], the same in all lanes -> [keys, columns]"""
+    return values if columns == LANES else jnp.concatenate([values] * (columns // LANES), axis=1)
+
+
+def _seen_by_any(rules, pipeline: Pipeline, item, group: int, kv_pos: Array) -> Array:
+    """bool[keys, 128]: which keys `mask_mod` shows to some row of the query block; as in the decode path."""
+    shape, index, sizes = kv_pos.shape, pipeline.index(item), pipeline.sizes
     first = pipeline.first_pos(pipeline.items[index, Item.ROW], pipeline.items[index, Item.Q_BLOCK])
-    kv_pos = start + jax.lax.broadcasted_iota(jnp.int32, shape, 0)
     head = (pipeline.part * sizes.groups + group) * sizes.heads_per_group
     end = pipeline.end_pos(pipeline.items[index, Item.ROW], pipeline.items[index, Item.Q_BLOCK])
 
@@ -294,8 +438,8 @@ def _finish(sizes: Sizes, scratch: Scratch, slot) -> None:
     """Write the outputs of a query block, acc / l, into their buffer."""
     tiles, out = sizes.pool.value_tiles, scratch.out_buf
     for group in range(sizes.groups):
-        denominator = jnp.sum(scratch.l_ref[group], axis=1, keepdims=True)
+        denominator = jnp.sum(scratch.l_ref[group], axis=0, keepdims=True)
         scale = jnp.float32(1) / jnp.where(denominator == 0, jnp.float32(1), denominator)
         for t in range(tiles):
-            tile = group * tiles + t
-            out[slot, tile] = (scratch.acc_ref[tile] * scale).astype(out.dtype)
+            outputs = scratch.acc_ref[group, pl.ds(t * LANES, LANES)] * scale
+            out[slot, group * tiles + t] = outputs.astype(out.dtype).T

@@ -9,12 +9,50 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
 
 from levanter_infer.kernels import int8
 from levanter_infer.kernels.tpu.pipeline import Pipeline
 from levanter_infer.kernels.tpu.pool import LANES
+from levanter_infer.kernels.tpu.sizes import Sizes
 
 KEYS, VALUES = 0, 1
+
+
+RAISED = 24
+"""Powers of 2 by which the first quarter of the keys is larger than it should be after `load_numbers` by words."""
+
+
+def load_numbers(
+    pipeline: Pipeline, slot: Array, first_page: Array | int, pages: int, slab: int, *, raised: bool = True
+) -> Array:
+    """A slab of some pages of a work item in the operands' dtype, [keys, 128].
+
+    With `Sizes.in_words` they are in the order of `key_order`, and the first quarter of them is 2^RAISED times as large
+    if `raised`, for which the scales of `load_scales` make up.
+    """
+    sizes = pipeline.sizes
+    stored = pipeline.kv[slot, pl.ds(first_page, pages), slab].reshape(pages * sizes.page_size, LANES)
+    return (_widen_words(stored, raised) if sizes.in_words else stored).astype(sizes.operand)
+
+
+def key_order(sizes: Sizes, place: Array, keys: int) -> Array:
+    """The key at each place of `load_numbers` of so many keys, i32."""
+    if not sizes.in_words:
+        return place
+    return 4 * jax.lax.rem(place, jnp.int32(keys // 4)) + jax.lax.div(place, jnp.int32(keys // 4))
+
+
+def _widen_words(stored: Array, raised: bool) -> Array:
+    """i8[n, 128] -> f32[n, 128]: first every fourth row from row 0 on, then from row 1, 2 and 3.
+
+    The words of a register hold four rows of 8-bit numbers. Where the chip has no instruction that moves them apart,
+    two shifts take out one of them with its sign. One spares the second if `raised`.
+    """
+    words = pltpu.bitcast(stored, jnp.int32)
+    lowest = words << RAISED
+    rows = [lowest if raised else lowest >> 24, (words << 16) >> 24, (words << 8) >> 24, words >> 24]
+    return jnp.concatenate([row.astype(jnp.float32) for row in rows], axis=0)
 
 
 def load_scales(pipeline: Pipeline, slot: Array, first_page: Array | int, pages: int) -> Array | None:
@@ -23,13 +61,18 @@ def load_scales(pipeline: Pipeline, slot: Array, first_page: Array | int, pages:
     sizes = pipeline.sizes
     if not sizes.pool.scaled:
         return None
-    heads, width, narrow = sizes.groups * sizes.pool.heads_per_group, pages * sizes.page_size, jnp.bfloat16
+    heads, narrow = sizes.groups * sizes.pool.heads_per_group, jnp.bfloat16
     shape = -(-2 * heads // 16) * 16, LANES
     row, lane = (jax.lax.broadcasted_iota(jnp.int32, shape, axis) for axis in (0, 1))
     pick = jnp.where(lane - row == pipeline.part * (2 * heads), jnp.float32(1), jnp.float32(0)).astype(narrow)
-    codes = pipeline.kv[slot, pl.ds(first_page, pages), sizes.number_slabs].reshape(width, LANES).astype(narrow)
+    codes = load_numbers(pipeline, slot, first_page, pages, sizes.number_slabs, raised=False).astype(narrow)
     # Exact: the operands are integers up to 128, and ones.
-    return int8.scale_of(jax.lax.dot_general(pick, codes, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32))
+    codes = jax.lax.dot_general(pick, codes, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+    scales = int8.scale_of(codes)
+    if not sizes.in_words:
+        return scales
+    place = jax.lax.broadcasted_iota(jnp.int32, scales.shape, 1)
+    return scales * jnp.where(place < scales.shape[1] // 4, jnp.float32(2.0**-RAISED), jnp.float32(1))
 
 
 def scales_of_rows(pipeline: Pipeline, scales: Array, group: int, side: int, head: Array) -> Array:
@@ -46,3 +89,18 @@ def scales_of_rows(pipeline: Pipeline, scales: Array, group: int, side: int, hea
         begins = (pipeline.part * sizes.groups + group) * sizes.heads_per_group + i * sizes.q_per_kv
         found = jnp.where(head >= begins, scales[2 * (first + i) + side][None, :], found)
     return found
+
+
+def scales_of_keys(codes: Array, kv_head: Array, side: int) -> Array:
+    """The scales of a head's keys or values, f32[keys, 128], the same in all lanes.
+
+    The matrix unit copies the code of a key into all lanes.
+
+    Args:
+        codes: of the pool's last slab, [keys, 128], in the operands' dtype.
+        side: `KEYS` or `VALUES`.
+    """
+    row = jax.lax.broadcasted_iota(jnp.int32, (LANES, LANES), 0)
+    pick = jnp.where(row == 2 * kv_head + side, jnp.float32(1), jnp.float32(0)).astype(codes.dtype)
+    # Exact: the operands are integers up to 128, and ones.
+    return int8.scale_of(jax.lax.dot_general(codes, pick, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32))

@@ -9,6 +9,8 @@ from jax.experimental.pallas import tpu as pltpu
 
 from levanter_infer.kernels.tpu.pool import LANES, TpuPool
 
+SUBLANES = 8
+"""Rows of a register of 32-bit numbers."""
 OUT_SLOTS = 2
 """Output buffers: one is filled while the other is stored to HBM."""
 
@@ -39,9 +41,11 @@ class Scratch(NamedTuple):
     """Scratch memory of one grid step. `slots`, `pages` and `parts` are those of the `Tile`."""
 
     acc_ref: Any
-    """VMEM f32[out_tiles, rows, 128]: running sum of p · v."""
+    """VMEM: running sum of p · v. Decode: f32[out_tiles, rows, 128]; prefill: f32[groups, numbers of a value,
+    columns]."""
     m_ref: Any
-    """VMEM f32[groups, rows, 128]: running maximum, the same in all lanes."""
+    """VMEM: running maximum. Decode: f32[groups, rows, 128], the same in all lanes; prefill: f32[groups, 8, columns],
+    the same in all sublanes."""
     page_ids_buf: Any
     """SMEM i32[slots + 1, id_chunks, 1, 128]: page ids of each work item."""
     page_ids_sem: Any
@@ -53,17 +57,24 @@ class Scratch(NamedTuple):
     kv_sem: Any
     """DMA semaphores [slots]; the copies of all pages of an item signal the same one."""
     out_buf: Any
-    """VMEM [OUT_SLOTS, out_tiles, rows, 128], the dtype of q: outputs of a query block."""
+    """VMEM [OUT_SLOTS, out_tiles, rows, 128], the dtype of q: outputs of a query block, of as many rows as `q_buf`."""
     out_sem: Any
     """DMA semaphores [OUT_SLOTS]."""
     out_tokens: Any
     """SMEM i32[OUT_SLOTS]: number of queries whose outputs are in a buffer."""
     q_buf: Any
-    """VMEM [slots, q_tiles, rows, 128], the operands' dtype: queries of a query block."""
+    """VMEM [slots, q_tiles, rows, 128], the operands' dtype: queries of a query block; for prefill with as many rows as
+    there are columns."""
     q_sem: Any
     """DMA semaphores [slots]."""
     l_ref: Any
-    """VMEM f32[groups, rows, 128]: running denominator, one partial sum per lane."""
+    """VMEM, of the shape of m: running denominator, one partial sum per lane, for prefill per sublane."""
+    factor_ref: Any = None
+    """Prefill: VMEM, of the shape of m: factor of acc and l, for the maximum of the keys whose scores are stored."""
+    score_ref: Any = None
+    """Prefill: VMEM f32[groups, tokens, columns]: scores of a work item."""
+    value_ref: Any = None
+    """Prefill: VMEM [groups, numbers of a value, tokens], the operands' dtype: its values, transposed."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,11 +92,19 @@ class Sizes:
     """Dtype of the matmuls' operands."""
     invariant: bool = False
     """Whether the prefill path computes rows of one query too, and the same sub-blocks of keys for every query."""
+    in_words: bool = False
+    """Whether decode converts int8 by shifts of 32-bit words, and so in another order of keys (`scales`)."""
 
     @property
     def least_queries(self) -> int:
         """Fewest queries of the rows that the prefill path computes."""
         return 1 if self.invariant else 2
+
+    @property
+    def columns(self) -> int:
+        """The rows as lanes of prefill's scores: filled up to whole registers. What the added ones hold is never
+        read."""
+        return -(-self.rows // LANES) * LANES
 
     @property
     def tokens(self) -> int:
@@ -147,11 +166,18 @@ class Sizes:
 
     def scratch(self, kv_dtype, q_dtype) -> Scratch:
         tile, dma = self.tile, pltpu.SemaphoreType.DMA
-        page = (self.slabs, self.page_size, LANES)
-        q_block, out_block = ((tiles, self.rows, LANES) for tiles in (self.q_tiles, self.out_tiles))
-        per_group = pltpu.VMEM((self.groups, self.rows, LANES), jnp.float32)
+        page, is_prefill, f32 = (self.slabs, self.page_size, LANES), tile.queries > 1, jnp.float32
+        rows, value = self.columns if is_prefill else self.rows, self.pool.value_tiles * LANES
+        q_block, out_block = ((tiles, rows, LANES) for tiles in (self.q_tiles, self.out_tiles))
+        per_group = pltpu.VMEM((self.groups, *((SUBLANES, rows) if is_prefill else (rows, LANES))), f32)
+        prefill = dict(
+            acc_ref=pltpu.VMEM((self.groups, value, rows), f32),
+            factor_ref=per_group,
+            score_ref=pltpu.VMEM((self.groups, self.tokens, rows), f32),
+            value_ref=pltpu.VMEM((self.groups, value, self.tokens), self.operand),
+        )
+        own = prefill if is_prefill else dict(acc_ref=pltpu.VMEM(out_block, f32))
         return Scratch(
-            acc_ref=pltpu.VMEM(out_block, jnp.float32),
             m_ref=per_group,
             page_ids_buf=pltpu.SMEM((tile.slots + 1, self.id_chunks, 1, LANES), jnp.int32),
             page_ids_sem=dma((tile.slots + 1,)),
@@ -164,4 +190,5 @@ class Sizes:
             q_buf=pltpu.VMEM((tile.slots, *q_block), self.operand),
             q_sem=dma((tile.slots,)),
             l_ref=per_group,
+            **own,
         )

@@ -31,9 +31,8 @@ _PREFILL_TOKENS = 1024
 """Keys per KV block of the prefill path: the work that is done once per stripe of queries and KV block weighs less with
 more keys."""
 
-_INVARIANT_ROWS = 64
-"""Rows per query block where decode tokens are chunks too (`invariant_tile`). On v5e a sub-block of 1,024 keys of two
-heads takes 1,467 cycles with 64 rows and 2,299 with 128, and memory 1,920 to bring it."""
+_INVARIANT_ROWS = 128
+"""Rows per query block where decode tokens are chunks too (`invariant_tile`): those that the lanes of scores hold."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +77,11 @@ def generation() -> str | None:
     device = jax.sharding.get_abstract_mesh().abstract_device
     kind = jax.devices()[0].device_kind if device is None else device.device_kind
     return GENERATIONS.get(kind)
+
+
+def shifts_words() -> bool:
+    """Whether the chip has no instruction from 8-bit to 16-bit numbers, so that shifts are quicker."""
+    return generation() == "v4"
 
 
 def propose(shape: TileShape) -> Tiles:
@@ -154,12 +158,12 @@ def _smaller(shape: TileShape, tile: Tile) -> Tile:
 
 
 def invariant_tile(tiles: Tiles, shape: TileShape) -> Tile:
-    """The one tile of a call whose decode tokens are chunks of one token: the KV blocks of the decode path, and query
-    blocks so small that one token in a block is still bound by memory."""
+    """The one tile of a call whose decode tokens are chunks of one token: that of chunks, with query blocks so small
+    that one token in a block computes little more than it."""
     per_group = shape.q_per_kv * shape.pool.heads_per_group
     align = align_queries(per_group)
     queries = align * _floor_power(max(1, _INVARIANT_ROWS // per_group // align))
-    return replace(tiles.decode, queries=max(queries, 2))
+    return replace(tiles.prefill, queries=min(tiles.prefill.queries, max(queries, 2)))
 
 
 def cut_queries(tile: Tile, shape: TileShape, max_tokens: int) -> Tile:

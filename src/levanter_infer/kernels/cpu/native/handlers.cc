@@ -43,7 +43,7 @@ struct AttentionArgs {
   int64_t layer, query_heads, kv_heads, head_dim, num_pages, page_size, max_pages, window;
   int64_t sides, value_dim;      // sides 1: values are the first value_dim numbers of keys, and not stored beside them
   int64_t chunk;                 // positions of an attention chunk; 0: none
-  int64_t num_rows, ahead;       // rows in use; a thread's next row is probably this many rows on
+  int64_t num_rows;              // rows in use
   float scale, soft_cap;         // soft_cap 0: none
   const float *slopes, *sinks;   // [query_heads]; sinks of -inf: none
 };
@@ -67,6 +67,7 @@ constexpr int64_t PREPARED_ROWS = 4;
 constexpr int64_t PACKED = 8192, PACK_STEP = 32;  // inputs of all rows that one piece of work packs; granularity
 constexpr int64_t PLACED_TOKENS = 8;  // new tokens per piece of work
 constexpr int64_t PIECES = 8, MAX_PANELS = 8;  // pieces of work per thread that suffice; most panels per piece
+constexpr int64_t READ_STEP = 512, READ_PIECE = 1 << 20;  // bytes that `read_all` reads at once; per piece of work
 constexpr int KEYS = 32;             // keys per turn of the online softmax
 constexpr int64_t QUERIES = 8;  // queries per query block
 
@@ -107,6 +108,8 @@ struct Kernels {
   void (*place_bf16)(const PlaceArgs&, int64_t token, float* scratch);
   void (*row_stats)(const float* logits, int64_t size, float* peak, float* total, int32_t* best);
   void (*add_weighted)(const float* x, float weight, int64_t size, bool first, float* y);
+  uint32_t (*read_all)(const char* from, int64_t size);
+  int64_t (*multiply_adds)(int64_t times, float factor, float* seen);
 };
 
 namespace generic {
@@ -419,7 +422,6 @@ ffi::Error attention(ffi::ThreadPool threads, ffi::Buffer<ffi::F32> q, ffi::AnyB
   const int64_t tokens = q.dimensions()[0];
   const int64_t rows = std::clamp<int64_t>(*num_seqs.typed_data(), 0, page_indices.dimensions()[0]);
   args.num_rows = rows;
-  args.ahead = threads.num_threads();
   struct Piece {
     int32_t row;
     int64_t first, count, head_begin, head_end;
@@ -501,6 +503,35 @@ extern "C" int levanter_infer_ffi_api() {
 
 // Digest of the sources that this library was built from.
 extern "C" const char* levanter_infer_sources() { return LEVANTER_INFER_SOURCES; }
+
+// Reads `size` bytes, a multiple of READ_STEP, `times` times; returns a number that depends on all of them. Called
+// directly, without XLA, as is `levanter_infer_multiply_adds`.
+extern "C" uint32_t levanter_infer_read(const char* isa, const void* data, int64_t size, int64_t times,
+                                        int64_t threads) {
+  using namespace levanter_infer;
+  const Kernels& kernels = kernels_for(isa);
+  const int64_t piece = std::clamp(size / (threads * PIECES) / READ_STEP * READ_STEP, READ_STEP, READ_PIECE);
+  std::atomic<uint32_t> seen{0};
+  for (int64_t i = 0; i < times; ++i)
+    Workers::shared().run(threads, count_blocks(size, piece), [&](int64_t at) {
+      const char* from = static_cast<const char*>(data) + at * piece;
+      seen.fetch_or(kernels.read_all(from, std::min(piece, size - at * piece)), std::memory_order_relaxed);
+    });
+  return seen;
+}
+
+// Multiplies and adds in registers; returns the number of floating-point operations of all threads.
+extern "C" int64_t levanter_infer_multiply_adds(const char* isa, int64_t times, int64_t threads, float* seen) {
+  using namespace levanter_infer;
+  const Kernels& kernels = kernels_for(isa);
+  std::atomic<int64_t> operations{0};
+  Workers::shared().run(threads, threads * PIECES, [&](int64_t piece) {
+    float all;
+    operations.fetch_add(kernels.multiply_adds(times, 0.5f, &all), std::memory_order_relaxed);
+    if (piece == 0) *seen = all;
+  });
+  return operations;
+}
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(levanter_infer_linear, levanter_infer::linear,
                               ffi::Ffi::Bind()

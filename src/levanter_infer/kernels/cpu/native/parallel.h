@@ -3,11 +3,16 @@
 // A decode step makes some hundred calls of ten to a few hundred microseconds each. Waking a sleeping thread, as XLA's
 // own pool does, costs tens of microseconds per call on a virtual machine. These workers spin for a moment before they
 // sleep, so that they do not sleep during a step.
+//
+// Each thread takes pieces from a range of its own, one after the other, and then from what others have left: pieces
+// that are next to each other lie next to each other in memory, and a processor that reads on through them does not
+// start its prefetching again at each.
 #pragma once
 
 #include <atomic>
 #include <condition_variable>
 #include <cstdint>
+#include <memory>
 #include <mutex>
 #include <system_error>
 #include <thread>
@@ -29,7 +34,8 @@ class Workers {
   }
 
   // Calls `work(i)` for i in 0 … count - 1, in any order, on the caller and up to `threads` - 1 workers, and returns
-  // when all have returned. While another thread's call occupies the workers, the caller does all of the work.
+  // when all have returned. A thread is given ascending i, most of them without gaps. While another thread's call
+  // occupies the workers, the caller does all of the work.
   template <class Work>
   void run(int64_t threads, int64_t count, const Work& work) {
     std::unique_lock<std::mutex> turn(turn_, std::defer_lock);
@@ -40,14 +46,13 @@ class Workers {
     start(threads - 1);
     call_ = [](const void* work, int64_t i) { (*static_cast<const Work*>(work))(i); };
     work_ = &work;
-    count_ = count;
-    next_.store(0, std::memory_order_relaxed);
+    divide(count, threads);
     state_.store(++calls_ << 32 | OPEN);
     if (sleepers_.load() > 0) {
       std::lock_guard<std::mutex> lock(sleep_);
       awake_.notify_all();
     }
-    take_pieces();
+    take_pieces(0);
     state_.fetch_and(~OPEN);  // no worker joins from here on; wait for those that did
     while (static_cast<uint32_t>(state_.load(std::memory_order_acquire)) != 0) pause();
   }
@@ -64,24 +69,49 @@ class Workers {
     }
   }
 
-  void take_pieces() {
-    for (int64_t i; (i = next_.fetch_add(1, std::memory_order_relaxed)) < count_;) call_(work_, i);
+  // The pieces next … end - 1 are left of a thread's range.
+  struct alignas(64) Range {
+    std::atomic<int64_t> next{0};
+    int64_t end = 0;
+  };
+
+  // Divides the pieces among the threads of a call, in ranges of about one size.
+  void divide(int64_t count, int64_t threads) {
+    if (threads > allocated_) {
+      ranges_.reset(new Range[threads]);
+      allocated_ = threads;
+    }
+    num_ranges_ = threads;
+    for (int64_t i = 0; i < threads; ++i) {
+      ranges_[i].next.store(count * i / threads, std::memory_order_relaxed);
+      ranges_[i].end = count * (i + 1) / threads;
+    }
   }
 
-  // Joins the open call, unless its number is `last`, and sets `last` to its number.
-  bool join(uint64_t* last) {
+  // Calls the work for the pieces of range `own`, then for what is left of the others.
+  void take_pieces(int64_t own) {
+    for (int64_t k = 0; k < num_ranges_; ++k) {
+      Range& range = ranges_[(own + k) % num_ranges_];
+      for (int64_t i; (i = range.next.fetch_add(1, std::memory_order_relaxed)) < range.end;) call_(work_, i);
+    }
+  }
+
+  // Joins the open call, unless its number is `last`; sets `last` to its number, and `own` to the range to begin with.
+  bool join(uint64_t* last, int64_t* own) {
     uint64_t seen = state_.load(std::memory_order_acquire);
     if ((seen & OPEN) == 0 || seen >> 32 == *last) return false;
     if (!state_.compare_exchange_strong(seen, seen + 1, std::memory_order_acquire)) return false;
     *last = seen >> 32;
+    *own = 1 + static_cast<int64_t>(seen & (OPEN - 1));
     return true;
   }
 
   void serve() {
     uint64_t last = 0;
+    int64_t own = 0;
     for (int idle = 0;;) {
-      if (join(&last)) {
-        take_pieces();
+      if (join(&last, &own)) {
+        take_pieces(own);
         state_.fetch_sub(1, std::memory_order_release);
         idle = 0;
       } else if (++idle < SPINS) {
@@ -102,8 +132,8 @@ class Workers {
   int64_t started_ = 0;
   void (*call_)(const void*, int64_t) = nullptr;
   const void* work_ = nullptr;
-  int64_t count_ = 0;
-  std::atomic<int64_t> next_{0};
+  std::unique_ptr<Range[]> ranges_;
+  int64_t allocated_ = 0, num_ranges_ = 0;
   uint64_t calls_ = 0;
   std::atomic<uint64_t> state_{0};
   std::mutex sleep_;

@@ -1,0 +1,217 @@
+"""Sampling's kernels for a TPU, interpreted, beside XLA's code and beside a sort."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from levanter_infer.decode import sampling, sampling_draw
+from levanter_infer.decode.sampling import History, LogitStats, sample
+from levanter_infer.decode.sampling_filters import filter_thresholds, thresholds_by_kernels
+from levanter_infer.engine.params import SamplingParams
+from levanter_infer.kernels.registry import make_backend
+from levanter_infer.kernels.tpu import sampling as kernels
+from levanter_infer.kernels.tpu.backend import TpuBackend
+from levanter_infer.layers.shard_axis import Vocabulary
+from tests.decode.sampling_oracle import table_of
+
+pytestmark = pytest.mark.usefixtures("optimized")  # bits of what users run
+
+VOCAB, ROWS = 2300, 11
+RNG = np.random.default_rng(5)
+BACKEND = make_backend("tpu_interpret")
+FLOOR = -80.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Quick(TpuBackend):
+    """Interpreted without the detector of races."""
+
+    def logit_stats(self, logits, num_rows):
+        return kernels.logit_stats(logits, num_rows, interpret=True)
+
+    def sampling_kernels(self, logits):
+        return kernels.TpuSampling(True)
+
+
+def hard_logits() -> np.ndarray:
+    """Rows of normal logits, and rows with ties, -inf, NaN and +inf, equal logits, and zeros of both signs."""
+    logits = (RNG.normal(size=(ROWS, VOCAB)) * 2).astype(np.float32)
+    logits[1] = np.round(logits[1] * 2) / 2
+    logits[2] = 1.5
+    logits[3, 40:] = -np.inf
+    logits[4] = -np.inf
+    logits[5, 17], logits[6, 18] = np.nan, np.inf
+    logits[7] = np.where(RNG.random(VOCAB) < 0.5, 0.0, -0.0)
+    logits[8] = np.where(np.arange(VOCAB) % 128 == 3, 5.0 + np.arange(VOCAB) / VOCAB, logits[8])  # all in one lane
+    return logits
+
+
+def terms_of(logits: np.ndarray, inverse: float) -> np.ndarray:
+    """f32[row, 4], as `weight_sums` takes them."""
+    peak = np.nan_to_num(logits.max(axis=1), nan=0.0, posinf=0.0, neginf=0.0)
+    columns = np.broadcast_arrays(peak, np.float32(inverse), np.float32(-np.inf), np.float32(FLOOR))
+    return np.stack(columns, axis=1).astype(np.float32)
+
+
+def weights_of(logits, terms):
+    exponent = (logits - terms[:, :1]) * terms[:, 1:2]
+    kept = (logits >= terms[:, 2:3]) & (exponent >= terms[:, 3:])
+    return jnp.where(kept, jnp.exp(exponent), 0)
+
+
+def test_statistics_equal_numpy():
+    logits = hard_logits()
+    peak, total, best = (np.asarray(a) for a in BACKEND.logit_stats(jnp.asarray(logits), jnp.int32(ROWS)))
+    wide = logits.astype(np.float64)
+    with np.errstate(invalid="ignore"):
+        exact = np.exp(wide - wide.max(axis=1, keepdims=True)).sum(axis=1)
+    for row in range(ROWS):
+        if row in (4, 5, 6):  # no token is possible, NaN, +inf
+            assert not total[row] > 0
+            continue
+        assert peak[row] == logits[row].max() and best[row] == np.argmax(logits[row])
+        assert total[row] == pytest.approx(exact[row], rel=2e-6)
+
+
+@pytest.mark.parametrize(
+    "vocab, part", [(VOCAB, VOCAB), (4 * 2048, 2048), (16 * 523, 4 * 523), (3001, 3001), (2049, 2049)]
+)
+def test_sums_are_those_of_the_tree_to_the_bit(vocab, part):
+    """For a whole vocabulary and for a device's part of one."""
+    logits = (RNG.normal(size=(ROWS, part)) * 3).astype(np.float32)
+    terms = terms_of(logits, 0.7)
+    terms[3, 2] = 0.25
+    widths = sampling_draw.level_widths(vocab)
+
+    @jax.jit
+    def by_xla(logits, terms):
+        levels = [weights_of(logits, terms)]
+        for width in widths:
+            levels.append(sampling_draw._stretch_sums(levels[-1], width))
+        return levels[1:]
+
+    wanted = [np.asarray(level) for level in by_xla(jnp.asarray(logits), jnp.asarray(terms))]
+    upper, lower = kernels.weight_sums(
+        jnp.asarray(logits), jnp.asarray(terms), widths, jnp.int32(ROWS), keep=True, interpret=True
+    )
+    place = 0
+    for width, level in zip(widths[1:], wanted[1:], strict=True):
+        filled = -(-width // 128) * 128
+        np.testing.assert_array_equal(upper[:, place : place + width], level)
+        assert not np.asarray(upper)[:, place + width : place + filled].any()
+        place += filled
+    filled = -(-widths[1] // 128) * 128
+    stretches = np.asarray(lower).reshape(ROWS, 16, filled)[:, :, : widths[1]].reshape(ROWS, -1)
+    np.testing.assert_array_equal(stretches[:, : widths[0]], wanted[0])
+
+
+def test_rows_that_are_not_in_use_are_not_read():
+    logits = np.full((24, VOCAB), np.nan, np.float32)
+    logits[:9] = RNG.normal(size=(9, VOCAB))
+    peak, *_ = BACKEND.logit_stats(jnp.asarray(logits), jnp.int32(9))
+    np.testing.assert_array_equal(peak[:9], logits[:9].max(axis=1))
+
+
+@pytest.mark.parametrize("parts", [1, 4, 16])
+def test_candidates_hold_all_logits_above_their_bound(parts):
+    logits = hard_logits()
+    values, bound = (
+        np.asarray(a) for a in kernels.candidates(jnp.asarray(logits), parts, jnp.int32(ROWS), interpret=True)
+    )
+    for row in set(range(ROWS)) - {5}:
+        above = np.sort(logits[row][logits[row] > bound[row]])
+        np.testing.assert_array_equal(np.sort(values[row][values[row] > bound[row]]), above)
+
+
+def kept_by_sorting(logits: np.ndarray, weights: np.ndarray, top_k: int, top_p: float) -> np.ndarray:
+    """Ids of the tokens that pass, from one sort of a row."""
+    order = np.argsort(-logits, kind="stable")
+    kth = logits[order[min(top_k, len(order)) - 1]] if top_k < len(order) else -np.inf
+    kept = logits >= kth
+    if top_p < 1:
+        mass = np.where(kept, weights, 0).astype(np.float64)
+        before = np.cumsum(mass[order]) - mass[order]
+        lowest = logits[order][(before < top_p * mass.sum()) & kept[order]].min()
+        kept &= logits >= lowest
+    return np.flatnonzero(kept)
+
+
+CASES = [(1, 1.0), (5, 1.0), (64, 1.0), (700, 1.0), (VOCAB - 1, 1.0), (VOCAB, 1.0), (10 * VOCAB, 0.5), (VOCAB, 1e-9)]
+CASES += [(VOCAB, 0.3), (VOCAB, 0.9), (VOCAB, 0.999), (40, 0.9), (40, 1e-9), (900, 0.7), (3, 0.99999)]
+
+
+def test_thresholds_choose_what_sorting_chooses():
+    """XLA's and the kernels' thresholds, with ties, -inf, equal logits and logits that gather in one lane."""
+    rows = [row for row in range(ROWS) if row not in (4, 5, 6)]
+    logits = hard_logits()[rows]
+    num = len(rows)
+    terms = terms_of(logits, 1.0)
+    weights = np.asarray(weights_of(jnp.asarray(logits), jnp.asarray(terms)))
+    vocab, count = Vocabulary(VOCAB), jnp.int32(num)
+
+    @jax.jit
+    def both(top_k, top_p):
+        by_kernels = thresholds_by_kernels(
+            kernels.TpuSampling(True), jnp.asarray(logits), jnp.asarray(terms), top_k, top_p, vocab, count
+        )
+
+        def weigh(z):
+            exponent = z - terms[:, :1]
+            return jnp.where(exponent >= FLOOR, jnp.exp(exponent), 0)
+
+        return by_kernels, filter_thresholds(jnp.asarray(logits), weigh, top_k, top_p)
+
+    for case in range(len(CASES)):
+        own = [CASES[(case + row) % len(CASES)] for row in range(num)]
+        top_k, top_p = (np.array(column) for column in zip(*own, strict=True))
+        found = both(jnp.asarray(np.minimum(top_k, VOCAB), jnp.int32), jnp.asarray(top_p, jnp.float32))
+        for row, (k, p) in enumerate(own):
+            wanted = kept_by_sorting(logits[row], weights[row], k, np.float32(p))
+            for threshold in found:
+                np.testing.assert_array_equal(
+                    np.flatnonzero(logits[row] >= threshold[row]), wanted, f"{rows[row]} {k} {p}"
+                )
+
+
+PARAMS = [
+    SamplingParams(),
+    SamplingParams(temperature=0),
+    SamplingParams(top_k=5),
+    SamplingParams(top_p=0.5),
+    SamplingParams(top_k=50, top_p=0.9),
+    SamplingParams(top_p=0.3),
+    SamplingParams(top_k=7, top_p=0.8),
+    SamplingParams(temperature=0.3, top_p=0.99),
+    SamplingParams(top_k=2000),
+    SamplingParams(min_p=0.1, logprobs=2),
+    SamplingParams(temperature=2.0, top_k=300, top_p=0.5),
+]
+
+
+@pytest.mark.parametrize("changed", [False, True])
+def test_kernels_sample_what_xla_samples(changed, monkeypatch):
+    monkeypatch.setattr(sampling, "_PENALISED_ROWS", 4)
+    logits = jnp.asarray(hard_logits())
+    changes = [{"logit_bias": {4: 3.0}}, {}, {"presence_penalty": 1.5}, {"repetition_penalty": 1.3}, {}]
+    params = [dataclasses.replace(p, **changes[i % 5]) if changed else p for i, p in enumerate(PARAMS)]
+    lens = jnp.full(ROWS, 9, jnp.int32)
+    tokens = jnp.argsort(-jnp.nan_to_num(logits), axis=1)[:, :20].astype(jnp.int32)  # likely ones, so that it matters
+    history = History(lens, tokens, jnp.arange(ROWS, dtype=jnp.int32), lens - 3, lens)
+
+    @functools.partial(jax.jit, static_argnums=1)
+    def sampled(table, by_kernels: bool):
+        backend = Quick() if by_kernels else None
+        stats = None if backend is None else LogitStats.of_kernel(backend, logits, jnp.int32(ROWS))
+        return sample(logits, table, history, max_top=3, stats=stats, backend=backend)
+
+    for seed in range(4):
+        table = table_of(params, VOCAB, seeds=[100 * seed + row for row in range(ROWS)])
+        ours, theirs = sampled(table, True), sampled(table, False)
+        for name in ("tokens", "finite", "top_ids"):
+            np.testing.assert_array_equal(getattr(ours, name), getattr(theirs, name), name)
+        for name in ("logprobs", "processed_logprobs", "top_logprobs"):
+            np.testing.assert_allclose(getattr(ours, name), getattr(theirs, name), atol=2e-6, err_msg=name)
