@@ -115,7 +115,8 @@ def gpu_attention(call: AttentionCall, *, invariant: bool = False, interpret: bo
         max_tokens=call.page_indices.shape[1] * call.page_size,
     )
     if invariant:
-        return _run(call, dataclasses.replace(prefill, rows=decode.rows, least_queries=1), None, interpret)
+        zeros = jnp.zeros(call.out_shape, call.q.dtype)  # of padding tokens
+        return _run(call, dataclasses.replace(prefill, rows=decode.rows, least_queries=1), zeros, interpret)
     out = _run(call, prefill, None, interpret) if call.num_tokens > 1 else None
     return _run(call, decode, out, interpret)
 
