@@ -262,6 +262,21 @@ def invariant(place: Place, *, is_live: bool = False) -> dict:
     }
 
 
+def blocks(place: Place) -> dict:
+    """Requests whose bits are not those of the request alone on the same mesh, as on a TPU: in blocks, with sums over
+    devices in one order."""
+    from tests.engine.comparisons import Blocks, expected, make_engine, random_requests, serve
+    from tests.tiny_models import tiny_model
+
+    kept = {"model": tiny_model(), "blocks": Blocks(), "mesh": place["mesh"]}
+    alone = make_engine(**kept, max_seqs=4, page_size=4, max_step_tokens=64, prefix_cache=False)
+    engine = make_engine(**kept, max_seqs=6, page_size=4, max_step_tokens=24, max_pages=30)
+    cases = random_requests(12, seed=5)
+    plain = [expected(alone, case, None) for case in cases]
+    found = [each for each, _ in serve(engine, cases)]
+    return {"differing": sum(a != b for a, b in zip(plain, found, strict=True)), "compared": len(cases)}
+
+
 def given_up(engine: InferenceEngine, model) -> list[bool]:
     """Of the projections of a model that replaces the engine's with `donate`, whether they are deleted."""
     given = jax.tree.map(lambda leaf: leaf + 0, model)
@@ -506,6 +521,7 @@ KINDS: dict[str, Callable[[Place], dict]] = {
     "biases": lambda place: run(place, 8, BIASES),
     "swapped": swapped,
     "studied": studied,
+    "blocks": blocks,
     "levelled": levelled,
     "invariant": invariant,
     "stored": stored,

@@ -220,6 +220,13 @@ def test_the_bits_of_a_request_are_the_same_on_any_shard_of_any_number():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("case", ["blocks_model4", "blocks_data2_model2"])
+def test_in_blocks_the_bits_of_a_request_on_a_mesh_are_those_of_the_request_alone(case):
+    found = runs(case)[case]
+    assert found["differing"] == 0 and found["compared"] == 12
+
+
+@pytest.mark.slow
 def test_bfloat16_weights_with_a_tied_head():
     found = runs("tied_one", "tied_model2")
     one, many = found["tied_one"], found["tied_model2"]
