@@ -7,7 +7,7 @@
 #   tests     the kernels' tests, compiled, and the engine's
 #   roofline  copy bandwidth, bfloat16 peak, decode and prefill of an 8B as shares of them, launches of a step from a
 #             profile, and vLLM beside it where $VLLM_PYTHON is the Python of an environment that has it
-#   graphs    the same decode without loops and branches in CUDA graphs, and without any graph
+#   graphs    the same with XLA's own choice of CUDA graphs, without any, and with the loop over layers unrolled in them
 #   benches   attention and throughput of shape M, with the kernels and with XLA
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -38,10 +38,10 @@ if wanted roofline && [[ $engine == 1 ]]; then
     | tee "$results/roofline.jsonl" || failed=1
 fi
 if wanted graphs && [[ $engine == 1 ]]; then
-  # What XLA does by itself, and no graph at all.
-  for kinds in FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,CONDITIONAL ""; do
-    XLA_FLAGS="${XLA_FLAGS:-} --xla_gpu_enable_command_buffer=$kinds" "$python" scripts/gpu_roofline.py "${roofline[@]}" \
-      | tee "$results/roofline-graphs-${kinds:-none}.jsonl" || failed=1
+  for variant in "xla --xla_gpu_enable_command_buffer=FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,CONDITIONAL" \
+    "none --xla_gpu_enable_command_buffer=" "unrolled --xla_gpu_command_buffer_unroll_loops=true"; do
+    XLA_FLAGS="${XLA_FLAGS:-} ${variant#* }" "$python" scripts/gpu_roofline.py "${roofline[@]}" \
+      | tee "$results/roofline-graphs-${variant%% *}.jsonl" || failed=1
   done
 fi
 if wanted benches && [[ $engine == 1 ]]; then

@@ -202,11 +202,12 @@ def vllm_side(args, sizes: dict[str, int], batch: int):
         (Path(folder) / "config.json").write_text(json.dumps(config))
         command = [args.vllm, str(ROOT / "scripts" / "peers" / "vllm_gpu.py")]
         side = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        assert side.stdin is not None and side.stdout is not None
+        asks, answers = side.stdin, side.stdout
+        assert asks is not None and answers is not None
 
         def ask(message: dict) -> dict:
-            print(json.dumps(message), file=side.stdin, flush=True)
-            line = side.stdout.readline()
+            print(json.dumps(message), file=asks, flush=True)
+            line = answers.readline()
             if not line:
                 raise SystemExit(f"vLLM ended with status {side.wait()}; its messages are above")
             return json.loads(line)
@@ -220,7 +221,7 @@ def vllm_side(args, sizes: dict[str, int], batch: int):
             ask({**setup, "threads": 1})
             yield timed
         finally:
-            side.stdin.close()
+            asks.close()
             side.wait()
 
 

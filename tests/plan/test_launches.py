@@ -145,7 +145,5 @@ def test_the_round_for_an_h100_is_one_graph():
     for each in program.launches:
         assert (each.host_launches, each.host_conditions) == (0, 0)
         assert each.kernels["matmuls"] == 3 * 4 + 1
-        assert each.layer_kernels <= MOST_LAYER_KERNELS
-
-
-MOST_LAYER_KERNELS = 18
+        # Norms and gates are in the matmuls where there are few rows.
+        assert each.layer_kernels <= (13 if each.has_chunks else 10)

@@ -25,26 +25,22 @@ def rotate_and_write(pool: Array, write: KvWrite, *, interpret: bool = False) ->
     """
     q, rotation = write.q, write.rotation
     assert q is not None and rotation is not None and write.v is not None, "queries to rotate, keys and values"
-    eps: tuple[float, ...] = ()
-    norms: tuple[Array, ...] = ()
-    if rotation.norms is not None:
-        norms, eps = zip(*rotation.norms, strict=True)
-        assert rotation.norm_layer is not None
+    assert rotation.norms is None or rotation.norm_layer is not None, "norms have a layer"
+    own = () if rotation.norms is None else rotation.norms
     inputs = _Inputs(
         q=q,
         k=write.k,
         v=write.v,
         cos=rotation.cos,
         sin=rotation.sin,
-        norms=norms,
+        norms=tuple(weight for weight, _ in own),
         layer=write.layer.reshape(1),
         norm_layer=_layer_of(rotation, write),
-        page=write.page,
-        offset=write.offset,
+        dests=write.dests,
     )
     types = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in (pool, q)]
     pool, rotated = pl.pallas_call(
-        functools.partial(_write, eps=eps),
+        functools.partial(_write, eps=tuple(eps for _, eps in own)),
         out_shape=types,
         grid=(q.shape[0],),
         input_output_aliases={0: 0},
@@ -76,10 +72,8 @@ class _Inputs(NamedTuple):
     """i32[1], of the pool."""
     norm_layer: Any
     """i32[1]"""
-    page: Any
-    """i32[T]"""
-    offset: Any
-    """i32[T]"""
+    dests: Any
+    """i32[T], as of `KvWrite`. Pages and offsets would be one more launch a layer."""
 
 
 def _write(_, inputs: _Inputs, pool_ref, q_ref, *, eps: tuple[float, ...]) -> None:
@@ -89,8 +83,9 @@ def _write(_, inputs: _Inputs, pool_ref, q_ref, *, eps: tuple[float, ...]) -> No
     dim = jnp.arange(_power_of_two(half), dtype=jnp.int32)
     exists = dim < half
     cos, sin = (plt.load(ref.at[token, dim], mask=exists, other=f32(0)) for ref in (inputs.cos, inputs.sin))
-    page, offset, layer = inputs.page[token], inputs.offset[token], inputs.layer[0]
-    num_pages = pool_ref.shape[1]
+    num_pages, page_size = pool_ref.shape[1:3]
+    dest, layer = inputs.dests[token], inputs.layer[0]
+    page, offset = dest // page_size, dest % page_size
     # A token that is not stored has an index out of bounds too: Pallas' interpreter writes back what a mask leaves out.
     stored = page < num_pages
 

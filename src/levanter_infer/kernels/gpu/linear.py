@@ -108,9 +108,9 @@ def normed(x: Array, weight: Array, eps: float) -> Array:
 
 
 def _prepared(call: LinearCall, interpret: bool) -> LinearCall:
-    """The call with its norm or gate computed."""
+    """The call, of one layer of stacks, with its norm or gate computed."""
     x = call.x if call.gate is None else gated(call.x, call.gate)
-    if call.norm is not None:
+    if call.norm is not None and call.layer is not None:
         x = norm_rows(x, *call.norm, call.layer, interpret=interpret)
     return dataclasses.replace(call, x=x, norm=None, gate=None)
 
