@@ -2,7 +2,7 @@
 
 XLA and the compilers of kernels choose tiles, and with them the order of sums, by the shapes of a program. So in this
 mode no shape depends on the batch: a step is a loop over blocks of so many tokens, each of which goes through the whole
-model before the next, as the chunks of a prompt do. Every token of every step is computed by the same instructions of
+model before the next, as prompt chunks do. Every token of every step is computed by the same instructions of
 the same program, whatever stands beside it.
 """
 
