@@ -5,6 +5,7 @@ memory and back.
 
     python scripts/compare_bits.py --comparisons 10000
     python scripts/compare_bits.py --family gemma2 --comparisons 1500
+    python scripts/compare_bits.py --form xla    # in the blocks of a TPU, by XLA on this CPU
     python scripts/compare_bits.py --digest      # SHA-256 of what each engine gives, to compare two versions
 
 Prints one JSON line, and exits with 1 if any comparison fails. `--digest` prints a line per backend and configuration
@@ -26,7 +27,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from tests.engine.comparisons import Resampling, all_kinds, expected, make_engine, serve  # noqa: E402
+from tests.engine.comparisons import Blocks, Resampling, all_kinds, expected, make_engine, serve  # noqa: E402
 from tests.family_cases import case_of  # noqa: E402
 from tests.golden_cases import load_case, write_checkpoint  # noqa: E402
 
@@ -40,6 +41,12 @@ CONFIGS = (
     dict(max_seqs=12, page_size=4, max_step_tokens=33, prefix_cache=False, max_pages=36),
     dict(max_seqs=10, page_size=8, max_step_tokens=24, max_pages=22, preempt="offload"),
 )
+FORMS: dict[str, Blocks | None] = {
+    "cpu": None,
+    "xla": Blocks(),
+    "tpu": Blocks(matmul="tpu_interpret", attention="tpu_interpret"),
+    "gpu": Blocks("gpu", matmul="gpu_interpret", attention="gpu_interpret"),
+}
 _COLD = 0.4
 """Probability that an engine forgets all pages before a round of comparisons."""
 
@@ -51,12 +58,20 @@ def main() -> int:
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--family", help="a family of the registry, by its golden case; default: the tiny Llama")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--form",
+        choices=FORMS,
+        default="cpu",
+        help="cpu (default): the kernels for CPUs; xla: the blocks of a TPU in XLA; tpu, gpu: the kernels for these in "
+        "Pallas' interpreter, slowly",
+    )
     parser.add_argument("--digest", action="store_true", help="digests of one round of comparisons per engine")
     args = parser.parse_args()
     if args.digest:
         return digests(args.dtype, args.requests, args.seed)
     start, compared, differing, rounds = time.time(), 0, 0, 0
     some = family(args.family, args.dtype) if args.family else {"with_beams": True}
+    some |= {"blocks": FORMS[args.form]}
     alone = make_engine(args.dtype, **some, max_seqs=4, page_size=8, max_step_tokens=256, prefix_cache=False)
     engines = [make_engine(args.dtype, **some, **{"prefix_cache": None, **config}) for config in CONFIGS]
     rng, kinds = np.random.default_rng(args.seed), collections.Counter()
@@ -78,6 +93,7 @@ def main() -> int:
     names = ("preemptions", "offloaded_pages", "prefix_hits", "forks", "copied_pages")
     totals = {name: sum(engine.stats()[name] for engine in engines) for name in names}
     line = {"compared": compared, "differing": differing, **kinds, **totals, "dtype": args.dtype, "family": args.family}
+    line |= {"form": args.form}
     print(json.dumps({**line, "seconds": round(time.time() - start)}))
     return 1 if differing else 0
 

@@ -48,7 +48,7 @@ def main() -> int:
     parser.add_argument("--repeats", default=3, type=int)
     parser.add_argument("--backend", default="auto", help="engine.attention and engine.matmul")
     parser.add_argument("--megabytes", default=2048, type=int, help="size of the copied array")
-    parser.add_argument("--matmul", default=8192, type=int, help="side of the matrices whose product is measured")
+    parser.add_argument("--matmul", default=8192, type=int, help="side of the matrices of the matmul that is measured")
     parser.add_argument("--vllm", help="Python of an environment with vLLM")
     parser.add_argument("--trace", help="folder for a profile")
     args = parser.parse_args()

@@ -9,7 +9,8 @@ are one call of the attention entry; `program` is the engine's own round, withou
     tokens=query tokens of the step, kv_dtype=, window=, sinks=whether the heads have attention sinks,
     attention_chunk=positions of a chunk of chunked attention, soft_cap=bound of scores, value_dim=numbers of a latent
     that are its value, pool_pages=pages of the pool (default: as many as the page tables can name, at most 2 GiB
-    worth; the tables keep their full shape), impl=attention implementation, and tiles=`kernels.tpu.tiling.Tiles`, or
+    worth; the tables keep their full shape), impl=attention implementation, invariant=whether as with `numerics:
+    batch_invariant`, and tiles=`kernels.tpu.tiling.Tiles`, or
     what differs from those of the table, such as dict(decode=dict(pages=8), prefill=dict(queries=128)) (default: those
     of the table).
 
@@ -154,6 +155,7 @@ def _call(
     pool_pages=None,
     impl="tpu",
     tiles=None,
+    invariant=False,
 ):
     num_q_heads, num_kv_heads, head_dim = heads
     kv_dtype = jnp.dtype(kv_dtype)
@@ -168,7 +170,8 @@ def _call(
         own = dict(sliding_window=window, attention_chunk=attention_chunk, soft_cap=soft_cap)
         rules = ScoreRules(scale=head_dim**-0.5, **own)
         arguments = AttentionCall(*arrays[:7], rules, kv_dtype, num_kv_heads, page, *arrays[7:], value_dim=value_dim)
-        return make_backend(impl).configured(tiles=_tiles(tiles, heads, page, kv_dtype, value_dim)).attend(arguments)
+        options = dict(tiles=_tiles(tiles, heads, page, kv_dtype, value_dim), rows_apart=invariant)
+        return make_backend(impl).configured(**options).attend(arguments)
 
     i32 = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
     arguments = (
@@ -218,6 +221,7 @@ def program(
     pool_pages=None,
     impl="tpu",
     tiles=None,
+    numerics="default",
 ):
     """The round that an engine on these devices runs, over the mesh axes `data`, `model` and `expert`.
 
@@ -230,6 +234,7 @@ def program(
         tokens: of a step with prompts, at most.
         window: of all layers.
         tiles: `kernels.tpu.tiling.Tiles`; None for those of the table.
+        numerics: as of the engine's configuration.
     """
     sizes = MODELS[model] | ({} if layers is None else {"num_hidden_layers": layers})
     if heads is not None:
@@ -252,6 +257,7 @@ def program(
         kv_dtype=kv_dtype,
         attention=impl,
         tiles=tiles,
+        numerics=numerics,
     )
     backend = BackendChoice.choose(engine_config, types, has_mods=False, mesh=made, device=mesh.devices.flat[0])
     shapes = shapes_for(engine_config, types, backend, num_eos=1, is_loaded=True)

@@ -196,7 +196,7 @@ def describe(schedule: Schedule, most: int = 4) -> str:
     return "\n".join(lines)
 
 
-def _literal(text: str):
+def literal(text: str):
     try:
         return ast.literal_eval(text)
     except (SyntaxError, ValueError):
@@ -225,7 +225,7 @@ def main() -> int:
         return 0
     generation = arguments.generation or (arguments.topology or "v5e").split(":")[0]
     mesh = arguments.mesh and {name: int(size) for name, size in (p.split("=") for p in arguments.mesh.split(","))}
-    keywords: dict[str, Any] = {name: _literal(value) for name, value in (w.split("=", 1) for w in arguments.keywords)}
+    keywords: dict[str, Any] = {name: literal(value) for name, value in (w.split("=", 1) for w in arguments.keywords)}
     schedule = compile_builder(
         arguments.builder,
         generation,

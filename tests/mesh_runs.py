@@ -39,6 +39,7 @@ from levanter_infer.kernels.tpu.backend import TpuBackend
 from levanter_infer.kernels.xla.backend import XlaBackend
 from levanter_infer.layers.layout import Layout
 from levanter_infer.layers.shard_axis import ShardAxis, Vocabulary
+from levanter_infer.models import decoder as decoder_module
 from levanter_infer.models.uncached import next_token
 from levanter_infer.runtime.hosts import Hosts
 from tests.decode.sampling_oracle import sampling_table
@@ -64,6 +65,9 @@ BIASED = {"model_type": "glm4_moe", "n_routed_experts": 8, "num_experts_per_tok"
 SINKS = {"model_type": "gpt_oss", "num_local_experts": 8, "num_experts_per_tok": 3, "sliding_window": 5, "head_dim": 8,
          "intermediate_size": 24, "rope_theta": 1e4}  # fmt: skip
 """Maps of experts and the router have biases, and query heads have sinks."""
+
+BIASES = {"model_type": "qwen2", "hidden_size": 64}
+"""Queries, keys and values have biases."""
 
 
 def requests(count: int) -> list[Request]:
@@ -256,6 +260,21 @@ def invariant(place: Place, *, is_live: bool = False) -> dict:
         "shards": engine.backend.num_ranks,
         "given_up": given_up(engine, model) if is_live else [],
     }
+
+
+def blocks(place: Place) -> dict:
+    """Requests whose bits are not those of the request alone on the same mesh, as on a TPU: in blocks, with sums over
+    devices in one order."""
+    from tests.engine.comparisons import Blocks, expected, make_engine, random_requests, serve
+    from tests.tiny_models import tiny_model
+
+    kept = {"model": tiny_model(), "blocks": Blocks(), "mesh": place["mesh"]}
+    alone = make_engine(**kept, max_seqs=4, page_size=4, max_step_tokens=64, prefix_cache=False)
+    engine = make_engine(**kept, max_seqs=6, page_size=4, max_step_tokens=24, max_pages=30)
+    cases = random_requests(12, seed=5)
+    plain = [expected(alone, case, None) for case in cases]
+    found = [each for each, _ in serve(engine, cases)]
+    return {"differing": sum(a != b for a, b in zip(plain, found, strict=True)), "compared": len(cases)}
 
 
 def given_up(engine: InferenceEngine, model) -> list[bool]:
@@ -463,6 +482,26 @@ def by_head(score, q_pos, kv_pos, head):
     return score - 0.1 * (head + 1).astype(jnp.float32) * (q_pos - kv_pos).astype(jnp.float32)
 
 
+def on_ring(kind: str) -> Callable[[Place], dict]:
+    """Another kind, with the columns of the residual stream on a ring of devices, and the devices of the rings."""
+
+    def compute(place: Place) -> dict:
+        before, seen = decoder_module.ring_of, []
+
+        def noted(*arguments):
+            found = before(*arguments)
+            seen.append(found.parts)
+            return found
+
+        XlaBackend.ring_bytes, decoder_module.ring_of = 1, noted
+        try:
+            return {**KINDS[kind](place), "ring_parts": sorted(set(seen))}
+        finally:
+            XlaBackend.ring_bytes, decoder_module.ring_of = None, before
+
+    return compute
+
+
 KINDS: dict[str, Callable[[Place], dict]] = {
     "some": lambda place: run(place, 16),
     "many": lambda place: run(place, 200),
@@ -479,13 +518,18 @@ KINDS: dict[str, Callable[[Place], dict]] = {
     "loadedlatents": lambda place: loaded(place, LATENTS),
     "loadedexperts": lambda place: loaded(place, EXPERTS),
     "tied": lambda place: run(place, 8, {"tie_word_embeddings": True, "dtype": "bfloat16"}),
+    "biases": lambda place: run(place, 8, BIASES),
     "swapped": swapped,
     "studied": studied,
+    "blocks": blocks,
     "levelled": levelled,
     "invariant": invariant,
     "stored": stored,
     "live": lambda place: invariant(place, is_live=True),
 }
+
+
+KINDS |= {f"ring{kind}": on_ring(kind) for kind in ("some", "heads", "tied", "biases", "experts")}
 
 
 def case(name: str, hosts: Hosts | None = None) -> dict:

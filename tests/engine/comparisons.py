@@ -1,33 +1,73 @@
 """Requests of all kinds, alone and in a batch, compared to the bit."""
 
+import contextlib
 import dataclasses
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
+from unittest import mock
 
 import numpy as np
 
+from levanter_infer.engine.backend_choice import BackendChoice
 from levanter_infer.engine.config import EngineConfig
 from levanter_infer.engine.engine import InferenceEngine
 from levanter_infer.engine.params import SamplingParams
 from levanter_infer.engine.request import Request
+from levanter_infer.kernels.tpu.tiling import Tiles
+from levanter_infer.layers.layout import Layout
 from tests.tiny_models import tiny_model
 
 _MOST_BEAMS = 3
 NONE: Mapping[str, Any] = MappingProxyType({})
 
 
+@dataclasses.dataclass(frozen=True)
+class Blocks:
+    """What an engine on a TPU or a GPU computes with, on a CPU: the forward in blocks, matmuls and attention by XLA, or
+    by kernels in Pallas' interpreter."""
+
+    platform: str = "tpu"
+    matmul: str = "xla"
+    attention: str = "xla"
+    tokens: int = 16
+    """Tokens of a block: fewer than in an engine, so that steps of a tiny model have several."""
+    is_apart: bool = True
+    """False: the default mode, for tests of the tests."""
+    tiles: Tiles | None = None
+    """Of the kernel for TPUs; None: those of a TPU."""
+
+    def chosen(self, model) -> contextlib.AbstractContextManager:
+        """Engines that are made in this context compute like this."""
+
+        def choose(config, types, *, mesh=None, **_) -> BackendChoice:
+            layout = dataclasses.replace(Layout.of(mesh, model.config), sums_in_order=self.is_apart)
+            choice = BackendChoice.of(self.platform, layout, matmul=self.matmul, attention=self.attention)
+            parts = {name: getattr(choice, name) for name in ("matmul_backend", "attention_backend")}
+            own = dict(is_apart=self.is_apart, block_size=self.tokens)
+            parts = {name: dataclasses.replace(part, **own) for name, part in parts.items()}
+            choice = dataclasses.replace(choice, **parts)
+            return choice if self.tiles is None else choice._with_options(tiles=self.tiles)
+
+        return mock.patch.object(BackendChoice, "choose", choose)
+
+
 def make_engine(
-    dtype: str = "float32", *, model=None, with_beams: bool = False, family: Mapping[str, Any] = NONE, **config
-) -> InferenceEngine:
+    dtype: str = "float32", *, model=None, with_beams: bool = False, family: Mapping[str, Any] = NONE,
+    blocks: Blocks | None = None, mesh=None, **config,
+) -> InferenceEngine:  # fmt: skip
     """
     Args:
         model: None for the tiny one of `dtype`.
+        blocks: compute as on a TPU; None: by the kernels for CPUs.
+        mesh: as of an engine.
         with_beams: compile for searches at once, and not again with the first one.
         family: changes to the tiny Llama.
     """
     sizes = dict(max_seq_len=96, numerics="batch_invariant", prefix_cache=True)
-    engine = InferenceEngine(model or tiny_model(dtype=dtype, **family), config=EngineConfig(**{**sizes, **config}))
+    model = model or tiny_model(dtype=dtype, **family)
+    with contextlib.nullcontext() if blocks is None else blocks.chosen(model):
+        engine = InferenceEngine(model, config=EngineConfig(**{**sizes, **config}), mesh=mesh)
     if with_beams:
         sampling = SamplingParams(num_beams=_MOST_BEAMS, max_tokens=1)
         assert engine.generate([Request(prompt_token_ids=[1], sampling=sampling)])[0].error is None

@@ -1,5 +1,6 @@
 """Many devices: the results of one. Devices are forced in a process of their own (`tests.mesh_runs`)."""
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -13,7 +14,7 @@ import pytest
 
 from levanter_infer.axes import DATA, EMBED, HEAD_SIZE, KV_HEADS, LAYERS, MODEL, Q_HEADS_PER_GROUP, VOCAB
 from levanter_infer.engine.engine import InferenceEngine
-from levanter_infer.engine.mesh import MeshConfig, make_mesh
+from levanter_infer.engine.mesh import MeshConfig, in_rings, make_mesh
 from levanter_infer.engine.runner import Gather
 from levanter_infer.engine.stats import RankSteps
 from levanter_infer.kernels.cpu import bindings as cpu
@@ -155,6 +156,19 @@ def test_weights_that_are_stored_as_on_a_tpu_give_the_tokens_of_one_device():
         assert found["weights"] == [f"(2, 32, {32 // parts})", f"(2, {experts}, {24 // parts}, 40)"]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["some_model2", "some_model4", "some_data2_model4", "heads_model4", "biases_model8"])
+def test_columns_of_the_residual_stream_on_a_ring_give_the_tokens_of_one_device(case):
+    one, many = runs(f"{case.split('_')[0]}_one", f"ring{case}").values()
+    check_same(one, many)
+    assert many["ring_parts"] == [int(case[-1])]
+
+
+@pytest.mark.slow
+def test_experts_have_no_ring():
+    assert runs("ringexperts_model4")["ringexperts_model4"]["ring_parts"] == [1]
+
+
 def check_swapped(found: dict) -> None:
     assert found["wrong"] == 0 and found["tokens"] == 4 * 5 * 12
     assert found["versions"] == [0, 1, 2, 3] and found["mixed"] > 3
@@ -203,6 +217,13 @@ def test_the_bits_of_a_request_are_the_same_on_any_shard_of_any_number():
     assert [found[name]["shards"] for name in found] == [1, 2, 4]
     for case in ("invariant_data2", "invariant_data4"):
         assert found[case]["tokens"] == one["tokens"] and found[case]["bits"] == one["bits"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["blocks_model4", "blocks_data2_model2"])
+def test_in_blocks_the_bits_of_a_request_on_a_mesh_are_those_of_the_request_alone(case):
+    found = runs(case)[case]
+    assert found["differing"] == 0 and found["compared"] == 12
 
 
 @pytest.mark.slow
@@ -285,3 +306,18 @@ def test_idle_shares_are_of_the_longest_rank_of_each_round():
     assert steps.idle_shares == {"0": 6 / 20, "1": 4 / 20}
     steps.on_reset()
     assert steps.on_round([2, 2]) == 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Chip:
+    coords: tuple[int, int, int]
+
+
+def test_four_chips_of_a_group_are_in_the_order_of_a_ring():
+    square = [Chip((x, y, 0)) for x in range(2) for y in range(2)]  # as a v4's or v5p's come
+    found = in_rings(np.asarray([square, [Chip((x + 2, y, 0)) for x in range(2) for y in range(2)]]))
+    assert [chip.coords[:2] for chip in found[0]] == [(0, 0), (0, 1), (1, 1), (1, 0)]
+    assert [chip.coords[:2] for chip in found[1]] == [(2, 0), (2, 1), (3, 1), (3, 0)]
+    assert (in_rings(found) == found).all()
+    others = np.asarray([[object() for _ in range(4)]])
+    assert in_rings(others) is others

@@ -3,6 +3,7 @@
 import dataclasses
 import subprocess
 import sys
+import time
 from typing import Any
 
 import numpy as np
@@ -188,6 +189,19 @@ def test_requests_of_a_smaller_number_get_slots_first_and_equals_in_order():
     scheduler.submit(made, now=0.0)
     admitted(scheduler)
     assert [r.sequences[0].slot for r in made] == [3, 1, None, 0, 2]
+
+
+def test_requests_leave_a_long_queue_in_any_order_without_a_search():
+    """Twenty thousand searches through half the queue each would take seconds."""
+    queue, made = RequestQueue(), [request() for _ in range(20_000)]
+    for each in made:
+        queue.push(each)
+    begin = time.process_time()
+    for each in reversed(made[1:]):
+        queue.discard(each)
+        queue.discard(each)
+    assert queue.first is made[0] and queue.num_samples == 1
+    assert time.process_time() - begin < 1
 
 
 def test_a_queue_drops_what_is_discarded_wherever_it_stands():

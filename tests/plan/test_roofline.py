@@ -140,3 +140,13 @@ def test_collectives_are_read_with_their_bytes_groups_and_loops():
     assert [each.kind for each in sent.per_step] == ["bf16[20,1000]"]
     assert [(each.operation, each.num_bytes) for each in sent.per_block] == [("all-gather", 4096)]
     assert [each.kind for each in step_collectives(tuple(found), FIGURES, 100).per_layer] == ["bf16[100,1000]"]
+
+
+def test_columns_that_go_around_a_ring_are_activations_of_a_layer():
+    def sent(columns: int, depth: int = 3) -> Collective:
+        return Collective("collective-permute", f"bf16[20,{columns}]", 40 * columns, parts=2, depth=depth, count=4)
+
+    found = (sent(250), sent(125), sent(300), dataclasses.replace(sent(250), operation="all-reduce"))
+    groups = step_collectives(found, FIGURES, 20)
+    assert groups.per_layer == found[:2] and groups.per_block == found[2:]
+    assert step_collectives(found, FIGURES, 100).per_layer == ()

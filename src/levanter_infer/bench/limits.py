@@ -10,6 +10,7 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
 
 import numpy as np
 
@@ -20,8 +21,10 @@ from levanter_infer.kernels.cpu import huge_pages
 MEMORY_BYTES = 512 * 2**20
 """Bytes that are read to measure memory: several times what the last level of any cache at hand holds."""
 MEMORY, ARITHMETIC = "memory", "arithmetic"
-_SECONDS = 4e-3
+_SECONDS = 8e-3
 """Length of one measurement, about."""
+
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,6 +106,22 @@ class Probe:
         rate = done / self._times[f"compute {isa} {count}"] * per_second / 1e9
         self._rates[isa, count].append(rate)
         return rate
+
+    def around(
+        self, run: Callable[[], T], num_bytes: float, flops: float, isa: str, cached: int | None = None
+    ) -> tuple[T, Bound]:
+        """Run something, and measure both rates before and after it: the higher ones count, because what disturbs a
+        measurement only makes it slower.
+
+        Args:
+            num_bytes, flops: bytes to read and operations to compute.
+            cached: as `num_bytes` of `gbps`.
+        Returns: the result of `run`, and the `Bound` of that work.
+        """
+        before = self.gbps(cached), self.gflops(isa)
+        result = run()
+        after = self.gbps(cached), self.gflops(isa)
+        return result, Bound.of(num_bytes, flops, *map(max, before, after))
 
     def _per_second(self, name: str, run: Callable[[int], object]) -> float:
         """Trips of `run(trips)` in a second."""

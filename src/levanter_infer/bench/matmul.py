@@ -28,7 +28,7 @@ from levanter_infer.bench.instruction_sets import (
     multiplying_isa,
     prepared_for,
 )
-from levanter_infer.bench.limits import Bound, Probe, share_of_bound
+from levanter_infer.bench.limits import Probe, share_of_bound
 from levanter_infer.bench.report import digest, emit, provenance, summarize
 from levanter_infer.bench.workload import add_model_arguments, model_sizes, numbers, random_model
 from levanter_infer.decode.programs import compile_program
@@ -149,9 +149,9 @@ def beside_limits(model: DecoderModel, rows: int, clock: Clock, probe: Probe, is
         of_all_layers = num_bytes * (1 if name == "head" else model.config.num_layers)
         one_turn, times, bounds = clock.turns(_runner(model, matmul, name, rows)), [], []
         for _ in range(clock.repeats):
-            gbps, gflops = probe.gbps(of_all_layers), probe.gflops(isa)
-            times.append(one_turn())
-            bounds.append(Bound.of(num_bytes, flops, gbps, gflops))
+            ms, bound = probe.around(one_turn, num_bytes, flops, isa, cached=of_all_layers)
+            times.append(ms)
+            bounds.append(bound)
         probe.gbps(), probe.gbps(threads=1), probe.gflops(isa, threads=1)
         lines.append(
             {

@@ -2,18 +2,17 @@
 
 The step is the difference between the calls of two lengths, as in `throughput`. The bound is the time to read all
 weights, and the keys and values of all sequences, or to multiply with the weights, at rates that are measured in turn
-with the calls (`bench/limits.py`). The parts are of one more call under JAX's profiler, by XLA's own events: each
-kernel by name, what XLA computes itself by scope, and `between`, what the step takes beyond them: the start of each
-operation, and waits. `host_ms` is a call's time outside of its programs, of which a round has one.
+with the calls (`bench/limits.py`). The parts are of one more pair of calls under JAX's profiler, by XLA's own events:
+each kernel by name, what XLA computes itself by scope, and `between`, what a step takes beyond them: the start of each
+operation, waits, and the host's work between rounds.
 """
 
 import argparse
 import collections
 import dataclasses
 import re
-import statistics
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import jax
@@ -21,7 +20,7 @@ import jax.numpy as jnp
 from jax.profiler import ProfileData, ProfileOptions
 
 from levanter_infer.bench.instruction_sets import multiplying_isa
-from levanter_infer.bench.limits import Bound, Probe, share_of_bound
+from levanter_infer.bench.limits import Probe, share_of_bound
 from levanter_infer.bench.matmul import parameters_of
 from levanter_infer.bench.report import digest, emit, provenance, summarize
 from levanter_infer.bench.throughput import timed_call
@@ -64,8 +63,15 @@ def run(args: argparse.Namespace) -> None:
     model = random_model(model_sizes(args), args.dtype)
     for batch in args.batch:
         longest = round_up(args.prompt + args.output + 1, 16)
-        options = dict(attention="cpu", matmul="cpu", cpu_isa=args.cpu_isa, prefix_cache=False)
-        engine = InferenceEngine(model, config=EngineConfig(max_seqs=batch, max_seq_len=longest, **options))
+        options = EngineConfig(
+            max_seqs=batch,
+            max_seq_len=longest,
+            prefix_cache=False,
+            attention="cpu",
+            matmul="cpu",
+            cpu_isa=args.cpu_isa,
+        )
+        engine = InferenceEngine(model, config=options)
         line = measure(engine, args, batch, probe)
         config = {"model": model_sizes(args), "dtype": args.dtype, "sampling": SAMPLING[args.mode]}
         emit({"bench": "step", **line, "config": {**config, "cpu_isa": engine.backend.isa}, **about})
@@ -82,17 +88,16 @@ def measure(engine: InferenceEngine, args: argparse.Namespace, batch: int, probe
 
     call(1 + args.output)  # compiles
     work = Work.of(engine.model, sizes, args.dtype, batch, args.prompt + args.output // 2)
+    assert engine.backend.isa is not None, "the C++ kernels compute"
     isa = multiplying_isa(engine.backend.isa, args.dtype)
     times, bounds = [], []
     for _ in range(args.repeats):
-        gbps, gflops = probe.gbps(), probe.gflops(isa)
         short = call(1)
-        times.append(1e3 * (call(1 + args.output) - short) / args.output)
-        bounds.append(Bound.of(work.weights_bytes + work.kv_bytes, work.flops, gbps, gflops))
+        long, bound = probe.around(lambda: call(1 + args.output), work.weights_bytes + work.kv_bytes, work.flops, isa)
+        times.append(1e3 * (long - short) / args.output)
+        bounds.append(bound)
     known = min(times) > 0
-    parts, host_ms = profiled(engine, lambda: call(1 + args.output), args.output, batch)
-    if known:
-        parts[BETWEEN] = statistics.median(times) - sum(parts.values())
+    parts = profiled(engine, call, args.output)
     return {
         "batch": batch,
         "context": args.prompt + args.output // 2,
@@ -100,7 +105,6 @@ def measure(engine: InferenceEngine, args: argparse.Namespace, batch: int, probe
         "step_ms": summarize(times, 4) if known else None,
         **(share_of_bound(times, bounds) if known else {}),
         "parts_ms": {name: round(ms, 4) for name, ms in sorted(parts.items(), key=lambda item: -item[1])},
-        "host_ms": round(host_ms, 3),
         "workload_hash": digest([prompts, args.mode, args.output]),
     }
 
@@ -123,52 +127,45 @@ class Work:
         return cls(count * itemsize, kv, 2 * batch * count)
 
 
-def profiled(
-    engine: InferenceEngine, call: Callable[[], float], steps: int, batch: int
-) -> tuple[dict[str, float], float]:
-    """Milliseconds of the parts of a decode step, in a call under the profiler, and those of the call outside of its
-    programs.
+def profiled(engine: InferenceEngine, call: Callable[[int], float], steps: int) -> dict[str, float]:
+    """Milliseconds of the parts of a decode step: of a call with so many more steps, less one without them.
 
     Args:
-        call: returns its seconds; of a prompt's step, and `steps` decode steps.
+        call: takes the number of generated tokens and returns its seconds.
     """
+    named = dict(parts_of(engine.programs.compiled_round.as_text() or ""))
+    totals = []
+    for output in (1, 1 + steps):
+        seconds, events = _traced(lambda output=output: call(output))
+        parts: dict[str, float] = collections.defaultdict(float)
+        for name, ms in events:
+            if name in named:
+                parts[named[name]] += ms
+        totals.append((1e3 * seconds, parts))
+    (short_ms, short), (long_ms, long) = totals
+    parts_ms = {name: (long[name] - short[name]) / steps for name in long}
+    return {**parts_ms, BETWEEN: (long_ms - short_ms) / steps - sum(parts_ms.values())}
+
+
+def _traced(call: Callable[[], float]) -> tuple[float, list[tuple[str, float]]]:
+    """What a call under the profiler returns, and the names and milliseconds of XLA's events in it."""
     options = ProfileOptions()
     options.python_tracer_level = 0
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder, profiler_options=options):
             seconds = call()
         (file,) = Path(folder).rglob("*.xplane.pb")
-        data = ProfileData.from_file(str(file))
-    threads = [
-        [(event.name, event.start_ns, event.end_ns) for event in line.events]
-        for plane in data.planes
-        for line in plane.lines
-        if _LINE in (line.name or "")
-    ]
-    parts: collections.Counter[str] = collections.Counter()
-    named = dict(parts_of(engine.programs.compiled_round.as_text() or "", batch))
-    for thread in threads:
-        for name, start, end in thread:
-            if name in named:
-                parts[named[name]] += (end - start) / 1e6 / steps
-    spans = [(start, end) for thread in threads for _, start, end in thread]
-    return dict(parts), 1e3 * seconds - union(spans) / 1e6
+        lines = [line for plane in ProfileData.from_file(str(file)).planes for line in plane.lines]
+        found = [line for line in lines if _LINE in (line.name or "")]
+        return seconds, [(event.name, event.duration_ns / 1e6) for line in found for event in line.events]
 
 
-def parts_of(hlo: str, batch: int) -> Iterator[tuple[str, str]]:
-    """Operations of a round's program that compute, and the part that each belongs to; those for steps of more tokens
-    than `batch` left out."""
-    lines = hlo.splitlines()
-    buckets = {size for line in lines for scope in scopes_of(line) if (size := scopes.bucket_of(scope)) is not None}
-    bucket = min((size for size in buckets if size >= batch), default=max(buckets, default=0))
-    for line in lines:
+def parts_of(hlo: str) -> Iterator[tuple[str, str]]:
+    """Operations of a round's program that compute, and the part that each belongs to."""
+    for line in hlo.splitlines():
         operation, path, name = operation_of(line), scopes_of(line), _NAME.match(line)
-        if operation is None or name is None or operation in _AROUND:
-            continue
-        sizes = [size for scope in path if (size := scopes.bucket_of(scope)) is not None]
-        if any(size != bucket for size in sizes):
-            continue
-        yield name[1], _part(line, path, bool(sizes))
+        if operation is not None and name is not None and operation not in _AROUND:
+            yield name[1], _part(line, path, any(scopes.bucket_of(scope) is not None for scope in path))
 
 
 def _part(line: str, path: Sequence[str], in_model: bool) -> str:
@@ -190,12 +187,3 @@ def _part(line: str, path: Sequence[str], in_model: bool) -> str:
 _SCOPES = {
     scopes.SCHEDULE, scopes.COPIES, scopes.SCORING, scopes.SAMPLING, scopes.APPEND, scopes.KV_WRITE, scopes.ATTENTION,
 }  # fmt: skip
-
-
-def union(spans: Iterable[tuple[float, float]]) -> float:
-    """The length of what at least one of the spans covers."""
-    covered, until = 0.0, float("-inf")
-    for start, end in sorted(spans):
-        covered += max(0.0, end - max(start, until))
-        until = max(until, end)
-    return covered

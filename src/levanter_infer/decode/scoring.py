@@ -18,6 +18,7 @@ from levanter_infer.cache.arrays import gather, replace, scatter
 from levanter_infer.cache.page_math import pages_for
 from levanter_infer.cache.page_table import ragged_index
 from levanter_infer.cache.score_pages import ScorePages, pack_scores
+from levanter_infer.decode.blocks import logits_in_blocks
 from levanter_infer.decode.codes import is_scored_root
 from levanter_infer.decode.paging import page_at
 from levanter_infer.decode.sampling import LogitStats, likeliest, logprobs_of
@@ -77,7 +78,7 @@ def score_prompts(
     if scores is None:
         return None, hidden
     rows = _Rows(state, plan)
-    scores = _score_tokens(model, state, scores, hidden, plan, rows)
+    scores = _score_tokens(model, state, scores, hidden, plan, rows, shapes.block_tokens)
     scores = run_if(jnp.any(rows.active), lambda scores: _keep_ends(state, scores, hidden, plan, rows, shapes), scores)
     return _set_aside(state, scores, plan, rows), hidden[last_tokens(plan.cu_q_lens)]
 
@@ -103,10 +104,12 @@ class _Rows:
 
 
 def _score_tokens(
-    model, state: DecodeState, scores: ScorePages, hidden: Array, plan: StepPlan, rows: _Rows
+    model, state: DecodeState, scores: ScorePages, hidden: Array, plan: StepPlan, rows: _Rows, block: int | None
 ) -> ScorePages:
-    """Score a few tokens at a time, so that logits of all tokens are never in memory at once."""
-    table, size = state.sequences, state.page_table.page_size
+    """Score a few tokens at a time, so that logits of all tokens are never in memory at once. Args: block: as of
+    `Shapes.block_tokens`."""
+    size = _TOKENS if block is None else block
+    table, page_size = state.sequences, state.page_table.page_size
     first = jnp.maximum(rows.begin, 1)  # the first token of a prompt has no score
     counts = jnp.maximum(rows.end - first, 0)
     total = jnp.sum(counts, dtype=jnp.int32)
@@ -114,25 +117,28 @@ def _score_tokens(
 
     def body(carry):
         start, stored = carry
-        row, item, valid = ragged_index(counts, start, _TOKENS)
+        row, item, valid = ragged_index(counts, start, size)
 
         def of_row(values: Array, fill: int = 0) -> Array:
             return gather(values, row, fill)
 
         slots, position = of_row(plan.slot_ids, table.num_slots), of_row(first) + item
         place = of_row(plan.cu_q_lens) + position - of_row(rows.begin) - 1
-        kept = gather(ends, page_at(table, slots, (position - 1) // size), 0)
+        kept = gather(ends, page_at(table, slots, (position - 1) // page_size), 0)
         own = hidden.at[place].get(mode="clip")
         before = jnp.where((position > of_row(rows.begin))[:, None], own, kept.astype(own.dtype))
-        num_valid = jnp.minimum(total - start, _TOKENS)
-        logits = model.logits(hax.named(before, (ROW, model.embed)), num_valid).rearrange((ROW, ...)).array
+        num_valid = jnp.minimum(total - start, size)
+        if block is None:
+            logits = model.logits(hax.named(before, (ROW, model.embed)), num_valid).rearrange((ROW, ...)).array
+        else:
+            logits = logits_in_blocks(model, before, num_valid, block)
         stats = LogitStats.of_kernel(model.backend, logits, num_valid, model.vocab)
         stats = stats or LogitStats.of(logits, model.vocab)
         tokens = gather(table.tokens, (slots, position), 0)
         logprobs = logprobs_of(logits, tokens, stats, model.vocab)
         new = pack_scores(logprobs, *likeliest(logits, stats, scores.num_top, model.vocab))
-        page = jnp.where(valid, page_at(table, slots, position // size), state.page_table.num_pages)
-        return start + _TOKENS, scatter(stored, (page, position % size), new)
+        page = jnp.where(valid, page_at(table, slots, position // page_size), state.page_table.num_pages)
+        return start + size, scatter(stored, (page, position % page_size), new)
 
     carry = (jnp.int32(0), scores.scores)
     return replace(scores, scores=jax.lax.while_loop(lambda carry: carry[0] < total, body, carry)[1])

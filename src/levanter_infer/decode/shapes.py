@@ -95,6 +95,9 @@ class Shapes:
     """Rows that are sampled together; None: all. Few suit a CPU: sampling is compiled once, for a shape that suits one
     sequence and, a few rows after another, any number; it is batch-invariant because the shape is fixed. Where a loop
     costs more than its rows (a GPU asks its host whether to continue), all are better."""
+    block_tokens: int | None = None
+    """Tokens that the forward computes at a time, and rows that the head does (`decode.blocks`): always as many, and by
+    the same code. None: all of a step, in the smallest bucket that holds them."""
 
     def __post_init__(self):
         if self.max_step_tokens < self.max_seqs:
@@ -112,9 +115,17 @@ class Shapes:
 
     @property
     def buckets(self) -> tuple[int, ...]:
-        """Token capacities of a step: a lone decode, all sequences decode, a full prompt chunk; ascending, 1 to 3."""
+        """Token capacities of a step: a lone decode, all sequences decode, a full prompt chunk; ascending, 1 to 3. One
+        where the forward computes blocks, a multiple of theirs."""
+        if self.block_tokens is not None:
+            return (-(-max(self.max_rows, self.max_step_tokens) // self.block_tokens) * self.block_tokens,)
         lone = MIN_ROWS if self.max_seqs <= 4 * MIN_ROWS else 2 * MIN_ROWS
         return tuple(sorted({lone, max(lone, self.max_rows), max(lone, self.max_rows, self.max_step_tokens)}))
+
+    @property
+    def forward_tokens(self) -> tuple[int, ...]:
+        """Token capacities that the forward is compiled for, ascending: the buckets, or the size of a block."""
+        return self.buckets if self.block_tokens is None else (self.block_tokens,)
 
     @property
     def row_buckets(self) -> tuple[int, ...]:

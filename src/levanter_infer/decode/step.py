@@ -18,6 +18,7 @@ from levanter_infer.cache.score_pages import ScorePages
 from levanter_infer.cache.window_pages import WindowPages
 from levanter_infer.decode.admission_policy import update_length_estimate
 from levanter_infer.decode.beams import BeamRows, search
+from levanter_infer.decode.blocks import forward_in_blocks, logits_in_blocks
 from levanter_infer.decode.codes import ERROR, LENGTH, STOP
 from levanter_infer.decode.outputs import OutputRing
 from levanter_infer.decode.paging import fork_origins, fork_when_ready, free_pages_for_finished, leave_behind
@@ -108,7 +109,7 @@ def forward(
     shapes: Shapes,
     attention: AttentionSpec,
 ):
-    """Compute the plan's tokens in the smallest bucket that holds them.
+    """Compute the plan's tokens in the smallest bucket that holds them, or in blocks of a fixed size.
 
     Each bucket is a loop of zero or one trips and not a branch of `lax.switch`, which would copy the pools at every
     step on a CPU.
@@ -120,17 +121,23 @@ def forward(
     hidden = jnp.zeros((num_hidden(shapes), embed.size), model.activation_dtype)
     whole = batch_info(state, plan, shapes)
     snapshots, cache = cache.snapshots, cache.with_snapshots(())
+
+    def compute(batch: PageBatchInfo, cache: Cache, routes: RouteTable | None):
+        if routes is None:
+            states, cache = model.hidden(batch, cache, attention)
+        else:
+            states, cache, chosen = model.routed(batch, cache, attention)
+            routes = routes.write(batch, chosen)
+        return cache, routes, keep_hidden(states.rearrange((TOKEN, embed)).array, batch.cu_q_lens.array, shapes)
+
+    if shapes.block_tokens is not None:
+        cache, routes, hidden = forward_in_blocks(compute, whole, (cache, routes, hidden), shapes)
+        return cache.with_snapshots(snapshots), routes, hidden
     for lower, bucket in zip((0, *shapes.buckets), shapes.buckets, strict=False):
 
         def run(carry, bucket=bucket):
             cache, routes, hidden = carry
-            batch = whole.first(bucket, shapes.rows(bucket))
-            if routes is None:
-                states, cache = model.hidden(batch, cache, attention)
-            else:
-                states, cache, chosen = model.routed(batch, cache, attention)
-                routes = routes.write(batch, chosen)
-            states = keep_hidden(states.rearrange((TOKEN, embed)).array, batch.cu_q_lens.array, shapes)
+            cache, routes, states = compute(whole.first(bucket, shapes.rows(bucket)), cache, routes)
             return cache, routes, hidden.at[: states.shape[0]].set(states)
 
         fits = (plan.num_tokens > lower) & (plan.num_tokens <= bucket)
@@ -183,6 +190,8 @@ def sample_rows(model, state: DecodeState, hidden: Array, plan: StepPlan, shapes
 def head(model, hidden: Array, plan: StepPlan, shapes: Shapes) -> Array:
     """Logits of each row for this device's part of the vocabulary, f32[row, vocab]. The head runs on used rows only."""
     embed = model.embed
+    if shapes.block_tokens is not None:
+        return logits_in_blocks(model, hidden, plan.num_rows, shapes.block_tokens)
 
     def logits_of(rows: int) -> Array:
         return model.logits(hax.named(hidden[:rows], (ROW, embed)), plan.num_rows).rearrange((ROW, ...)).array

@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from levanter_infer.decode.shapes import Shapes
 from levanter_infer.engine.config import EngineConfig
 from levanter_infer.engine.instructions import Choice, choose, usable_isas
-from levanter_infer.engine.row_audit import audit_rows
+from levanter_infer.engine.row_audit import audit_rows, library_matmul
 from levanter_infer.engine.sizes import kv_dtype, page_bytes
 from levanter_infer.kernels.backend import Backend, Platform, Task, Work
 from levanter_infer.kernels.registry import BACKENDS, make_backend, platform_of
@@ -61,7 +61,8 @@ class BackendChoice:
                 of the mesh.
         Raises: ValueError if the configuration asks for something that this machine or this model does not allow.
         """
-        layout = Layout.of(mesh, model.config, device)
+        is_invariant = config.numerics == Numerics.BATCH_INVARIANT
+        layout = dataclasses.replace(Layout.of(mesh, model.config, device), sums_in_order=is_invariant)
         device = layout.mesh.devices.flat[0] if device is None else device
 
         def task(work: Work, dtype) -> Task:
@@ -90,28 +91,52 @@ class BackendChoice:
                 f'engine.preempt="offload" moves pages of one device, and the mesh has {layout.mesh.size}; '
                 'use "recompute"'
             )
-        if config.numerics == Numerics.BATCH_INVARIANT and not chosen.is_batch_invariant:
+        return chosen._invariant(model, matmul, attention) if is_invariant else chosen
+
+    def _invariant(self, model, *tasks: Task) -> "BackendChoice":
+        """The same, if bits do not depend on the batch with it: in blocks of one size (`decode.blocks`), or because
+        kernels compute everything but rows that XLA computes one by one.
+
+        Args: tasks: of the backends of matmuls and of attention.
+        Raises: ValueError with the reason why they do.
+        """
+        backends = self.matmul_backend, self.attention_backend
+        refusals = [why for each, task in zip(backends, tasks, strict=True) if (why := each.why_not_invariant(task))]
+        if refusals and self.platform.name == "cpu":
             raise ValueError(
                 'engine.numerics="batch_invariant" needs the kernels for CPUs, for matmuls and for attention; here '
-                f"matmul={chosen.matmul} and attention={chosen.attention}: "
-                f"{BACKENDS['cpu'].refusal(attention) or 'set to cpu or auto'}"
+                f"matmul={self.matmul} and attention={self.attention}: "
+                f"{BACKENDS['cpu'].refusal(tasks[1]) or 'set to cpu or auto'}"
             )
-        if config.numerics == Numerics.BATCH_INVARIANT:
-            audit = audit_rows(model.config, model.dtype, chosen.matmul_backend, chosen.attention_backend)
-            if audit.joint is not None:
+        if refusals:
+            raise ValueError(
+                f'engine.numerics="batch_invariant" is not possible with matmul={self.matmul} and '
+                f"attention={self.attention} on {self.platform.name}: {refusals[0]}; use default"
+            )
+        if self.matmul_backend.block_tokens is not None:
+            place = library_matmul(model.config, model.dtype, *backends) if self.platform.name == "gpu" else None
+            if place is not None:
                 raise ValueError(
-                    f'engine.numerics="batch_invariant" is not possible for {model.config.model_type}: XLA computes '
-                    f"{audit.joint} for all tokens of a step together, and rounds by their number; use default"
+                    f'engine.numerics="batch_invariant" is not possible for {model.config.model_type} on a GPU: XLA '
+                    f"computes {place}, and its libraries may sum a row in an order that depends on its place; use "
+                    "default"
                 )
-            if audit.by_row is not None:
-                if machine() not in ("x86_64", "AMD64"):
-                    raise ValueError(
-                        f'engine.numerics="batch_invariant" is not possible for {model.config.model_type} on '
-                        f"{machine()}: XLA computes {audit.by_row} row by row, and rounds alike in every program on "
-                        "x86-64 alone; use default"
-                    )
-                chosen = chosen._with_options(uses_vectors=False)
-        return chosen
+            return self
+        audit = audit_rows(model.config, model.dtype, *backends)
+        if audit.joint is not None:
+            raise ValueError(
+                f'engine.numerics="batch_invariant" is not possible for {model.config.model_type}: XLA computes '
+                f"{audit.joint} for all tokens of a step together, and rounds by their number; use default"
+            )
+        if audit.by_row is None:
+            return self
+        if machine() not in ("x86_64", "AMD64"):
+            raise ValueError(
+                f'engine.numerics="batch_invariant" is not possible for {model.config.model_type} on '
+                f"{machine()}: XLA computes {audit.by_row} row by row, and rounds alike in every program on "
+                "x86-64 alone; use default"
+            )
+        return self._with_options(uses_vectors=False)
 
     def _configured(self, config: EngineConfig, weights, pages) -> "BackendChoice":
         """The same with the options of its backends: instruction set and tiles. Args: the dtypes of weights, pages."""
@@ -180,11 +205,6 @@ class BackendChoice:
         return "the kernels for CPUs are not used" if missing is None else f"the kernels cannot be used: {missing}"
 
     @property
-    def is_batch_invariant(self) -> bool:
-        """Whether what a sequence gets depends on it alone, to the bit (docs/numerics.md)."""
-        return self.matmul_backend.is_batch_invariant and self.attention_backend.is_batch_invariant
-
-    @property
     def compiler_options(self) -> Mapping[str, str | bool]:
         """XLA's options for the round: those of the backend that computes all of it, if there is one. What XLA_FLAGS
         says of an option holds, but for `required_options`."""
@@ -195,7 +215,7 @@ class BackendChoice:
         return {name: value for name, value in self.matmul_backend.compiler_options.items() if name not in said}
 
     @property
-    def required_options(self) -> Mapping[str, str]:
+    def required_options(self) -> Mapping[str, str | bool]:
         """Those of `compiler_options` without which results do not keep the promise of `engine.numerics`."""
         return self.matmul_backend.required_options
 
@@ -203,7 +223,8 @@ class BackendChoice:
         """The model on the devices, stored as the backend of matmuls reads it. `donate`: its arrays may be freed."""
         if self.layout.is_replicated:
             return self.layout.place(self._as_read(model, donate), donate=donate)
-        return self._as_read(model if model.is_sharded else self.layout.fit_model(model, donate=donate), donate)
+        fitted = model.shard_as(self.layout) if model.is_sharded else self.layout.fit_model(model, donate=donate)
+        return self._as_read(fitted, donate)
 
     def prepared_types(self, types):
         """The types of `prepare`'s result, of those of the model."""
@@ -262,8 +283,10 @@ class BackendChoice:
         return len(mesh.local_devices) if isinstance(mesh, Mesh) else mesh.size
 
     def adapt(self, shapes: Shapes) -> Shapes:
-        """The sizes as the device runs them fastest."""
-        return dataclasses.replace(shapes, sampled_rows=self.platform.sampled_rows)
+        """The sizes as the device runs them fastest, or as `engine.numerics` asks for."""
+        return dataclasses.replace(
+            shapes, sampled_rows=self.platform.sampled_rows, block_tokens=self.matmul_backend.block_tokens
+        )
 
 
 @functools.cache  # once

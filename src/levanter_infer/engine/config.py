@@ -83,8 +83,8 @@ class EngineConfig:
     available memory."""
     numerics: str = "default"
     """`default`: random numbers depend on the request alone; rounding may depend on the batch composition.
-    `batch_invariant`: tokens and logprobs are bit-identical for any batch composition; refused where the kernels do not
-    provide that."""
+    `batch_invariant`: tokens and logprobs are bit-identical for any batch composition; refused where the backends do
+    not provide that (docs/numerics.md)."""
     max_round_steps: int = 64
     """Steps of one launch, at most."""
     max_round_seconds: float = 0.5

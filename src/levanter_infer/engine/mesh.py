@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from levanter_infer.axes import DATA, EXPERT, MODEL, check_model_axis
 
 if TYPE_CHECKING:
+    import numpy as np
     from jax.sharding import Mesh
 
 
@@ -99,4 +100,18 @@ def make_mesh(config: "MeshConfig | Mesh | None", devices: Sequence | None = Non
             f"mesh: {config} is {config.num_devices} of {len(devices)} chips, which form no grid; use a row of the "
             "slice, half of the slice, or all of it"
         ) from error
-    return Mesh(grid, tuple(config.sizes))
+    return Mesh(in_rings(grid), tuple(config.sizes))
+
+
+def in_rings(grid: "np.ndarray") -> "np.ndarray":
+    """Devices [data, model, ...] with the four of each group along `model` in the order of a ring, as far as they are
+    neighbours: a transfer between neighbours of the group is one hop then (`layers.collective_matmul`)."""
+    if grid.shape[1] != 4 or not all(hasattr(device, "coords") for device in grid.flat):
+        return grid
+
+    def hops(order: Sequence[int]) -> int:
+        groups = ([each.coords for each in group] for group in grid.swapaxes(1, -1).reshape(-1, 4))
+        pairs = ((group[order[i - 1]], group[order[i]]) for group in groups for i in range(4))
+        return sum(abs(a - b) for pair in pairs for a, b in zip(*pair, strict=True))
+
+    return grid[:, min([(0, 1, 2, 3), (0, 1, 3, 2), (0, 2, 1, 3)], key=hops)]

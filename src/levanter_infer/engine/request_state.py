@@ -60,19 +60,26 @@ class SampleState:
         self, tokens: np.ndarray, logprobs: np.ndarray, processed: np.ndarray, top, versions: Sequence[int]
     ) -> None:
         """Append the tokens of one round, up to the token that completes a stop string: later ones are dropped."""
-        wanted = self.request.params.logprobs
-        for i, token in enumerate(tokens.tolist()):
+        count, wanted = self._extend_tokens(tokens.tolist()), self.request.params.logprobs
+        self.logprobs += logprobs[:count].tolist()
+        self.processed_logprobs += processed[:count].tolist()
+        self.versions += versions[:count]
+        if wanted and top is not None:
+            ids, values = (side[:count, :wanted].tolist() for side in top)
+            self.top_logprobs += [dict(zip(*pair, strict=True)) for pair in zip(ids, values, strict=True)]
+
+    def _extend_tokens(self, tokens: list[int]) -> int:
+        """Append tokens and their text; returns how many, up to the one that completes a stop string."""
+        if self.decoder is None:
+            self.token_ids += tokens
+            return len(tokens)
+        for i, token in enumerate(tokens):
             self.token_ids.append(token)
-            self.logprobs.append(float(logprobs[i]))
-            self.processed_logprobs.append(float(processed[i]))
-            self.versions.append(versions[i])
-            if wanted and top is not None:
-                ids, values = top[0][i, :wanted].tolist(), top[1][i, :wanted].tolist()
-                self.top_logprobs.append(dict(zip(ids, values, strict=True)))
             if self._add_text(token):
                 assert self.matcher is not None
                 self.finish_reason, self.stop_reason = FinishReason.STOP, self.matcher.found
-                return
+                return i + 1
+        return len(tokens)
 
     def _add_text(self, token: int) -> bool:
         if self.decoder is None:

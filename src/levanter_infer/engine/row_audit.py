@@ -65,15 +65,34 @@ def audit_rows(config: DecoderConfig, dtype, matmul: Backend, attention: Backend
         dtype: of weights and pages.
         matmul, attention: the backends, with `rows_apart`.
     """
-    types = jax.eval_shape(lambda model: model.prepare(matmul), DecoderModel.types(config, dtype))
-    sizes = PoolSizes(_TOKENS, _PAGE, num_slots=_ROWS, dtype=jnp.dtype(dtype), backend=attention)
-    cache = jax.eval_shape(lambda: Cache.init(config.pools, sizes))
-    traced = jax.make_jaxpr(_forward)(types, cache, jax.ShapeDtypeStruct((_TOKENS,), jnp.int32))
     found: dict[bool, JaxprEqn] = {}
-    for by_row, equation in _rounded(traced.jaxpr, set()):
+    for by_row, equation in _rounded(_traced(config, dtype, matmul, attention), set()):
         found.setdefault(by_row, equation)
     joint, by_row = (described(found[each]) if each in found else None for each in (False, True))
     return RowAudit(joint, by_row)
+
+
+def library_matmul(config: DecoderConfig, dtype, matmul: Backend, attention: Backend) -> str | None:
+    """The first matmul of the paged forward that XLA leaves to a library or its own code, with its place in the source;
+    None: kernels compute all. Args: as of `audit_rows`."""
+    return next(map(described, _matmuls(_traced(config, dtype, matmul, attention))), None)
+
+
+def _matmuls(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
+    for equation in jaxpr.eqns:
+        name = equation.primitive.name
+        if name in ("dot_general", "ragged_dot_general", "conv_general_dilated"):
+            yield equation
+        elif name != "pallas_call":
+            for program in _programs(equation.params.values()):
+                yield from _matmuls(program)
+
+
+def _traced(config: DecoderConfig, dtype, matmul: Backend, attention: Backend) -> Jaxpr:
+    types = jax.eval_shape(lambda model: model.prepare(matmul), DecoderModel.types(config, dtype))
+    sizes = PoolSizes(_TOKENS, _PAGE, num_slots=_ROWS, dtype=jnp.dtype(dtype), backend=attention)
+    cache = jax.eval_shape(lambda: Cache.init(config.pools, sizes))
+    return jax.make_jaxpr(_forward)(types, cache, jax.ShapeDtypeStruct((_TOKENS,), jnp.int32)).jaxpr
 
 
 def _forward(model: DecoderModel, cache: Cache, some: Array):

@@ -417,20 +417,18 @@ class RankSlots:
         """As of `Scheduler.collect`."""
         self._note_cached(outputs, round_id)
         wants_top = any(sample.request.params.logprobs for sample in self.active.values())
-        top = outputs.top() if wants_top else None
+        order, spans = _entries_by_slot(outputs.slot_ids)
+        tokens, logprobs = outputs.tokens[order], outputs.logprobs[order]
+        processed = outputs.processed_logprobs[order]
+        top = tuple(side[order] for side in outputs.top()) if wants_top else None
         known: list[SampleState] = []
-        for slot, entries in _entries_by_slot(outputs.slot_ids):
+        for slot, span in spans:
             sample = self.active.get(slot)
             if sample is None or not _was_admitted_by(sample, round_id) or sample.finish_reason is not None:
                 continue
-            own_top = (top[0][entries], top[1][entries]) if top is not None else None
-            sample.extend(
-                outputs.tokens[entries],
-                outputs.logprobs[entries],
-                outputs.processed_logprobs[entries],
-                own_top,
-                [version] * len(entries),
-            )
+            own_top = None if top is None else (top[0][span], top[1][span])
+            versions = [version] * (span.stop - span.start)
+            sample.extend(tokens[span], logprobs[span], processed[span], own_top, versions)
             if sample.finish_reason is not None:
                 known.append(sample)
                 if outputs.status[slot] != FINISHED:
@@ -472,10 +470,11 @@ class RankSlots:
 
 
 class RequestQueue:
-    """Requests without slots, by priority, smallest number first, and within one priority in the order of arrival."""
+    """Requests without slots, by priority, smallest number first, and within one priority in the order of arrival. One
+    is pushed, popped or discarded in a time that does not depend on how many wait."""
 
     def __init__(self):
-        self._by_priority: dict[int, collections.deque[RequestState]] = {}
+        self._by_priority: dict[int, collections.OrderedDict[RequestState, None]] = {}
         self._priorities: list[int] = []  # a heap of the keys
         self.num_samples = 0
         """Samples of all requests."""
@@ -483,15 +482,15 @@ class RequestQueue:
     def push(self, request: RequestState) -> None:
         """Append a request behind those of its priority."""
         if request.priority not in self._by_priority:
-            self._by_priority[request.priority] = collections.deque()
+            self._by_priority[request.priority] = collections.OrderedDict()
             heapq.heappush(self._priorities, request.priority)
-        self._by_priority[request.priority].append(request)
+        self._by_priority[request.priority][request] = None
         self.num_samples += len(request.sequences)
 
     @property
     def first(self) -> RequestState:
         """The request that is served next. Requires: the queue is not empty."""
-        return self._by_priority[self._priorities[0]][0]
+        return next(iter(self._by_priority[self._priorities[0]]))
 
     def pop(self) -> RequestState:
         """Remove the first request. Requires: the queue is not empty."""
@@ -504,7 +503,7 @@ class RequestQueue:
         requests = self._by_priority.get(request.priority)
         if requests is None or request not in requests:
             return
-        requests.remove(request)
+        del requests[request]
         self.num_samples -= len(request.sequences)
         while self._priorities and not self._by_priority[self._priorities[0]]:
             del self._by_priority[heapq.heappop(self._priorities)]
@@ -522,9 +521,11 @@ def _was_admitted_by(sample: SampleState, round_id: int) -> bool:
     return sample.first_round is not None and sample.first_round <= round_id
 
 
-def _entries_by_slot(slot_ids: np.ndarray) -> list[tuple[int, np.ndarray]]:
-    """(slot, its entries in the order of sampling) for each slot among the entries."""
+def _entries_by_slot(slot_ids: np.ndarray) -> tuple[np.ndarray, list[tuple[int, slice]]]:
+    """The order of the entries by slot, and within one in the order of sampling; and where the entries of each slot
+    are in that order."""
     order = np.argsort(slot_ids, kind="stable")
     slots, starts = np.unique(slot_ids[order], return_index=True)
-    ends = np.append(starts, len(order))[1:]
-    return [(int(slot), order[start:end]) for slot, start, end in zip(slots, starts, ends, strict=True)]
+    ends = [*starts.tolist(), len(order)][1:]
+    spans = zip(slots.tolist(), map(slice, starts.tolist(), ends), strict=True)
+    return order, list(spans)

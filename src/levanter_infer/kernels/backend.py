@@ -153,8 +153,9 @@ class Backend(ABC):
     """`grouped_linear` reads weights whose inputs are filled up with zeros to a multiple of this, on each device."""
     merges_ins: ClassVar[bool] = False
     """Whether `linear` reads weights whose several input axes are stored as one."""
-    is_batch_invariant: ClassVar[bool] = False
-    """Whether what a sequence gets depends on it alone, to the bit (docs/numerics.md)."""
+    ring_bytes: ClassVar[int | None] = None
+    """Fewest bytes of a device's columns of the residual stream for which the sums of tensor parallelism go around a
+    ring beside the matmuls (`layers.collective_matmul`); None: they never do."""
     pool_order: ClassVar[tuple[int, ...]] = (0, 1, 2, 3, 4)
     """Axes of the pool: 0 layer, 1 page, 2 page offset, 3 kv pair (or slab), 4 head size (or lanes)."""
 
@@ -185,7 +186,7 @@ class Backend(ABC):
         return {}
 
     @property
-    def required_options(self) -> Mapping[str, str]:
+    def required_options(self) -> Mapping[str, str | bool]:
         """Those of `compiler_options` without which the round does not keep its promises."""
         return {}
 
@@ -247,6 +248,16 @@ class Backend(ABC):
         """Whether XLA's code computes one row after the other, so that its bits are those of the row alone
         (`engine.numerics: batch_invariant`)."""
         return False
+
+    @property
+    def block_tokens(self) -> int | None:
+        """Tokens that the forward computes at a time in that mode (`decode.blocks`); None: all of a step."""
+        return None
+
+    def why_not_invariant(self, task: Task) -> str | None:
+        """Why results of this work depend on what else is in the batch, with `rows_apart` and in blocks of
+        `block_tokens`; None if they do not, to the bit (docs/numerics.md)."""
+        return f"{self.name} rounds by the shapes of a step"
 
     @abstractmethod
     def take_rows(self, table: Array, indices: Array, num_ins: int, dtype) -> Array:

@@ -31,7 +31,7 @@ _PAIRED = 64
 def in_blocks(compute: Callable[[Array], list[Array]], num_rows: Array, total: int) -> list[Array]:
     """`compute(rows)` for the first `num_rows` i32[] of `total` rows, some at a time; zeros for others.
 
-    For comparisons of all pairs, where there is room for many rows and few are in use.
+    For comparisons of all pairs, where there may be many rows and few are in use.
 
     Args: compute: of the numbers of rows, i32[n], gives arrays [n, …].
     """

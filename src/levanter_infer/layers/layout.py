@@ -97,6 +97,8 @@ class Layout:
     num_experts: int | None = None
     equal_heads: bool = True
     """Whether all layers with attention have as many heads as the first."""
+    sums_in_order: bool = False
+    """`ShardAxis.in_order` of all axes."""
 
     def __post_init__(self):
         parts = self.experts.parts
@@ -136,13 +138,13 @@ class Layout:
     def model(self) -> ShardAxis:
         """The tensor-parallel axis."""
         parts = self.mesh.shape.get(MODEL, 1)
-        return REPLICATED if parts == 1 else ShardAxis(MODEL, parts)
+        return REPLICATED if parts == 1 else ShardAxis(MODEL, parts, self.sums_in_order)
 
     @property
     def experts(self) -> ShardAxis:
         """The expert-parallel axis."""
         parts = self.mesh.shape.get(EXPERT, 1)
-        return REPLICATED if parts == 1 else ShardAxis(EXPERT, parts)
+        return REPLICATED if parts == 1 else ShardAxis(EXPERT, parts, self.sums_in_order)
 
     @property
     def expert_sums(self) -> ShardAxis:
@@ -150,7 +152,7 @@ class Layout:
         sharded = [each for each in (self.model, self.experts) if each.parts > 1]
         if len(sharded) < 2:
             return sharded[0] if sharded else REPLICATED
-        return ShardAxis((MODEL, EXPERT), self.model.parts * self.experts.parts)
+        return ShardAxis((MODEL, EXPERT), self.model.parts * self.experts.parts, self.sums_in_order)
 
     @property
     def is_replicated(self) -> bool:

@@ -20,6 +20,8 @@ from levanter_infer.axes import EXPERT, PANEL, PANEL_SIZE
 from levanter_infer.kernels.backend import Backend, Fuse
 from levanter_infer.kernels.call import GroupedCall, LinearCall
 from levanter_infer.kernels.xla.backend import XLA, XlaBackend
+from levanter_infer.kernels.xla.linear import from_bits
+from levanter_infer.layers import collective_matmul
 from levanter_infer.layers.activation import Activation, ClampedSwiglu
 from levanter_infer.layers.norm import ByRows, RMSNorm
 from levanter_infer.layers.shard_axis import REPLICATED, ShardAxis
@@ -45,6 +47,9 @@ class Linear(eqx.Module):
     """Number of the axes before them that are outputs."""
     shard_axis: ShardAxis = eqx.field(static=True, default=REPLICATED)
     """How the inputs are sharded; `apply` adds up results over all shards, in the dtype of `x`."""
+    ring: ShardAxis = eqx.field(static=True, default=REPLICATED)
+    """The devices that have the columns of the residual stream in equal parts: `apply` reads and gives this device's,
+    and sends the others' around a ring beside the matmul. `REPLICATED`: each has all."""
     backend: Backend = eqx.field(static=True, default=XLA)
     """Backend that computes the matmul."""
     packed_axes: tuple[Axis, ...] | None = eqx.field(static=True, default=None)
@@ -290,6 +295,8 @@ def apply(x: NamedArray, *maps: Linear, dtype=None, **fusion) -> list[NamedArray
         fusion: the fields of `Fusion`.
     """
     first, dtype = maps[0], x.dtype if dtype is None else dtype
+    if first.ring.parts > 1:
+        return _apply_on_ring(x, maps, dtype, Fusion(**fusion))
     inside, outside = Fusion(**fusion).split(first.backend.fuses)
     x = outside.before(x, first.by_rows)
     ins, rows = first.ins, x.axes[: -first.num_in]
@@ -310,6 +317,47 @@ def apply(x: NamedArray, *maps: Linear, dtype=None, **fusion) -> list[NamedArray
         y = part.shard_axis.sum_in(x.dtype, y.reshape([axis.size for axis in axes]))
         results.append(outside.after(_biased(NamedArray(y, axes), part).astype(dtype)))
     return results
+
+
+def _apply_on_ring(x: NamedArray, maps: Sequence[Linear], dtype, around: Fusion) -> list[NamedArray]:
+    """`apply` of maps with a `ring`: into the inner axes of a layer, or back to the residual stream."""
+    first = maps[0]
+    rows, ring = x.axes[: -first.num_in], first.ring
+    weights = [from_bits(_of_layer(part), x.dtype) for part in maps]
+    if first.shard_axis.parts == 1:
+        assert around.gate is None and around.residual is None, "only a map to the residual stream has these"
+        num_outs = [math.prod(axis.size for axis in part.outs) for part in maps]
+        arrays = collective_matmul.gathered(x.array, weights, num_outs, _factors(around.norm), ring, first.backend)
+        outs, bias = [part.outs for part in maps], [part.bias for part in maps]
+    else:
+        assert len(maps) == 1 and first.num_out == 1 and around.norm is None, "one map to the residual stream"
+        matrix = _matrix(around.before(x, first.by_rows), rows, first.ins)
+        arrays = [collective_matmul.scattered(matrix, weights[0], ring, first.backend)]
+        own = first.outs[0].resize(first.outs[0].size // ring.parts)
+        outs = [(own,)]
+        bias = [None if first.bias is None else NamedArray(ring.own(first.bias.array, 0), (own,))]
+    results = []
+    for array, axes, added in zip(arrays, outs, bias, strict=True):
+        y = NamedArray(array.reshape([axis.size for axis in (*rows, *axes)]), (*rows, *axes))
+        y = y if added is None else y + added.astype(jnp.float32)
+        results.append(around.after(y.astype(dtype)))
+    return results
+
+
+def _of_layer(part: Linear) -> Array:
+    """The weight of its layer, [out..., in...] as it is stored."""
+    array = part.weight.array
+    return array if part.layer is None else jax.lax.dynamic_index_in_dim(array, part.layer, keepdims=False)
+
+
+def _factors(norm: RMSNorm | None) -> tuple[Array, float] | None:
+    """The factors f32[in] of a norm without a mean and a bias, and its epsilon."""
+    if norm is None:
+        return None
+    weight = norm.picked().weight
+    assert weight is not None and not norm.config.center and norm.bias is None, f"{norm.config} on a ring"
+    factors = weight.array.astype(jnp.float32)
+    return factors + jnp.float32(1) if norm.config.plus_one else factors, norm.config.eps
 
 
 def apply_grouped(

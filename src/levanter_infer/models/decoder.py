@@ -60,10 +60,10 @@ from levanter_infer.models.blocks import Block, Mixer, Placement, Stack
 from levanter_infer.models.config import DecoderConfig
 from levanter_infer.models.mixing import mixer_of, with_convolution
 from levanter_infer.models.periods import Body, Group
+from levanter_infer.models.ring import columns_of, ring_of, with_ring
 
 PLAIN = AttentionSpec()
 """Attention as the model alone defines it."""
-
 
 Recurrent = ShortConv | DeltaNet | KimiDelta | Mamba2
 """The parameters of mixers that remember a state of fixed size per sequence."""
@@ -153,7 +153,7 @@ class DecoderLayer(eqx.Module):
         """The layer.
 
         Args:
-            x: [..., embed]
+            x: [..., embed]; of a layer on a ring (`with_ring`), this device's columns.
             block: what it computes.
             mix: the mixer, of the residual stream and what happens around its matmuls; gives its result and its states.
             on_choice: called with the experts of each row, if the layer has some (`Moe`).
@@ -493,7 +493,7 @@ class DecoderModel(eqx.Module):
             seen: list[Array] = []
             on_choice, block = None if chosen is None else seen.append, body.item
             stack, index = at(self.config.stored_at)
-            layer = self.stacks[stack].at(index, num_tokens)
+            layer = with_ring(self.stacks[stack].at(index, num_tokens), ring)
             pools, mixers, convolve = [], [], None
             if layer.convs is not None:
                 slots, number = at(functools.partial(self.config.remembered_at, is_paged=False))
@@ -523,9 +523,7 @@ class DecoderModel(eqx.Module):
                     rows=rows,  # type: ignore[arg-type]
                 )
                 pools, mixers = [*pools, pool], [*mixers, recur]
-            own = None
-            if own_inputs is not None:
-                own = pick_layer(own_inputs, _index(body.starts, trip, further))
+            own = None if own_inputs is None else pick_layer(own_inputs, _index(body.starts, trip, further))
             x, remembered = layer(x, block, mixer_of(block, mixers, layer.some_map), on_choice, own, convolve)
             for pool, new in zip(pools, remembered, strict=True):
                 cache = cache.with_pool(pool, new)
@@ -538,14 +536,16 @@ class DecoderModel(eqx.Module):
 
         x = self._embed(batch.tokens, batch.positions, num_tokens)
         own_inputs = self._layer_inputs(batch.tokens, x, num_tokens)
-        carry = x, cache, chosen
+        ring = ring_of(self.config, self.backend, self.shard_axis, x)
+        carry = columns_of(x, ring.own(x.array, 1)), cache, chosen
         for group in self.config.groups:
             trip = functools.partial(run, group)
             if group.trips > 1:
                 carry = jax.lax.fori_loop(0, group.trips, trip, carry)
             else:  # of an index that XLA knows it would copy the layer's weights, once and for all steps
                 carry = trip(jnp.minimum(num_tokens, 0), carry)
-        return carry
+        x, cache, chosen = carry
+        return columns_of(x, ring.all_gather(x.array, 1)), cache, chosen
 
     def logits(self, hidden: NamedArray, num_rows: Array | None = None) -> NamedArray:
         """Final norm and head.

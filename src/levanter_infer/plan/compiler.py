@@ -75,10 +75,10 @@ def _of_a_step(target: Target, shapes: Shapes, *, dumps: str) -> dict:
     try:
         if target.chip.platform == "tpu":
             cycles = Schedules(dumps, target.generation).cycles
-            found = {"budgets": step_budgets(read_estimates(dumps), shapes.max_seqs, shapes.buckets, cycles)}
+            found = {"budgets": step_budgets(read_estimates(dumps), shapes.max_seqs, shapes.forward_tokens, cycles)}
         elif target.chip.platform == "gpu":
             written = gpu_compiler.read_written(dumps, "jit_one_round")
-            found = {"launches": step_launches(written, shapes.max_seqs, shapes.buckets)}
+            found = {"launches": step_launches(written, shapes.max_seqs, shapes.forward_tokens)}
         else:
             found = {}
     except (FileNotFoundError, ValueError) as error:  # another compiler writes another text; the plan does without

@@ -77,16 +77,18 @@ class StepCollectives:
 
 def step_collectives(found: tuple[Collective, ...], figures: Figures, bucket: int) -> StepCollectives:
     """The collectives of a round that a step of `bucket` tokens runs."""
-    activations = (bucket, figures.model["hidden"])
+    hidden = figures.model["hidden"]
 
     def dims(each: Collective) -> tuple[int, ...]:
         match = _DIMS.search(each.kind)
         return tuple(int(n) for n in match[1].split(",") if n) if match else ()
 
     def is_activations(each: Collective) -> bool:
-        return len(dims(each)) == 2 and dims(each)[1] == activations[1] and dims(each)[0] in figures.buckets
+        rows, columns = dims(each) if len(dims(each)) == 2 else (0, 0)
+        in_parts = each.operation == "collective-permute" and columns > 0 and hidden % columns == 0  # around a ring
+        return rows in figures.buckets and (columns == hidden or in_parts)
 
-    own = [each for each in found if dims(each) == activations]
+    own = [each for each in found if is_activations(each) and dims(each)[0] == bucket]
     rest = [each for each in found if each.depth > 0 and not is_activations(each)]
     return StepCollectives(
         per_layer=tuple(each for each in own if each.depth >= _LAYER_DEPTH),

@@ -47,7 +47,7 @@ class StepBudget:
     """Cycles of one step of one core."""
 
     bucket: int
-    """Capacity of the step in tokens."""
+    """Capacity in tokens of the step, or of a block of it (`Shapes.block_tokens`)."""
     has_chunks: bool
     """Whether some rows have several tokens."""
     sampled: str
@@ -81,7 +81,7 @@ def step_budgets(
     Args:
         hlo: the compiled round, with its estimates.
         max_seqs: `engine.max_seqs`.
-        buckets: those of the engine, ascending.
+        buckets: `Shapes.forward_tokens` of the engine.
         scheduled: `Schedules.cycles` of the round.
     Raises: ValueError if the text has no estimates or is no round of these buckets.
     """

@@ -34,8 +34,6 @@ class CpuBackend(XlaBackend):
     platform: Platform = CPU
     isa: str | None = None
     """Instruction set that panels are laid out for and that computes; None: the widest (`bindings.isa`)."""
-    is_apart: bool = False
-    """`Backend.rows_apart`."""
     uses_vectors: bool = True
     """Whether XLA compiles what it computes itself with vectors, and with multiplications and additions in one."""
 
@@ -44,7 +42,6 @@ class CpuBackend(XlaBackend):
     kernels = frozenset({Work.MATMUL, Work.ATTENTION})
     options = frozenset({"cpu_isa"})
     fuses = frozenset(Fuse)
-    is_batch_invariant = True
 
     @classmethod
     def refusal(cls, task: Task) -> str | None:
@@ -68,6 +65,14 @@ class CpuBackend(XlaBackend):
         return dataclasses.replace(self, **{names[name]: value for name, value in options.items() if name in names})
 
     @property
+    def block_tokens(self) -> int | None:
+        """None: the kernels sum every row in one order, whatever the number of rows."""
+        return None
+
+    def why_not_invariant(self, task: Task) -> str | None:
+        return None
+
+    @property
     def compiler_options(self) -> Mapping[str, str | bool]:
         """XLA's own code is control and sampling only, hundreds of small loops that are no faster for what costs a
         third of the compilation (docs/performance.md)."""
@@ -79,7 +84,7 @@ class CpuBackend(XlaBackend):
         return options
 
     @property
-    def required_options(self) -> Mapping[str, str]:
+    def required_options(self) -> Mapping[str, str | bool]:
         # No vector is as narrow, and instruction sets up to AVX have no fused multiplication and addition
         return {} if self.uses_vectors else {"xla_cpu_prefer_vector_width": "64", "xla_cpu_max_isa": "AVX"}
 
@@ -113,10 +118,6 @@ class CpuBackend(XlaBackend):
         """One row after the other, because XLA's code for many may round one as it does not round another. Rows that
         do not count give zeros."""
         return one_by_one(compute, num_rows, *rows) if self.is_apart and num_rows is not None else compute(*rows)
-
-    @property
-    def rows_apart(self) -> bool:
-        return self.is_apart
 
     def take_rows(self, table: Array, indices: Array, num_ins: int, dtype) -> Array:
         if table.shape[1] == num_ins:  # of a model with a head of its own; a panel holds rows side by side

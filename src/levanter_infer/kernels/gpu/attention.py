@@ -53,6 +53,8 @@ class Tile:
     """Maximal number of splits per history; a power of two."""
     min_turns: int = 1
     """Minimal number of turns per split."""
+    least_queries: int = 2
+    """Fewest queries of the rows of the prefill lane."""
 
 
 MAX_SPLITS, MIN_SPLIT_TOKENS = 32, 256
@@ -93,10 +95,13 @@ def supports_dtype(dtype) -> bool:
     return jnp.dtype(dtype) in _DTYPES
 
 
-def gpu_attention(call: AttentionCall, *, interpret: bool = False) -> Array:
+def gpu_attention(call: AttentionCall, *, invariant: bool = False, interpret: bool = False) -> Array:
     """`ragged_paged_attention` on a GPU.
 
     Args:
+        invariant: compute decode tokens as chunks of one token, so that the bits of a token depend neither on what
+            stands beside it nor on where its chunk begins and ends: turns of keys begin at multiples of their number,
+            and one of which a query sees nothing changes none of its bits.
         interpret: run in Pallas' interpreter, on any platform, slowly; for tests.
     Returns: `call.out_shape`, 0 for padding tokens.
     Raises: ValueError for pages of a dtype that the tensor cores do not take.
@@ -109,6 +114,9 @@ def gpu_attention(call: AttentionCall, *, interpret: bool = False) -> Array:
         itemsize=_operand_dtype(call).itemsize,
         max_tokens=call.page_indices.shape[1] * call.page_size,
     )
+    if invariant:
+        zeros = jnp.zeros(call.out_shape, call.q.dtype)  # of padding tokens
+        return _run(call, dataclasses.replace(prefill, rows=decode.rows, least_queries=1), zeros, interpret)
     out = _run(call, prefill, None, interpret) if call.num_tokens > 1 else None
     return _run(call, decode, out, interpret)
 
@@ -366,7 +374,7 @@ def _block(call: AttentionCall, tile: Tile, refs: dict, block: Array) -> tuple[A
         skipped = (block - refs["cu_q_lens"][row] // block_q - row) * block_q
     first, end = refs["cu_q_lens"][row], refs["cu_q_lens"][row + 1]
     q_len = end - first
-    belongs = (q_len == 1) if tile.decodes else (q_len > 1)
+    belongs = (q_len == 1) if tile.decodes else (q_len >= tile.least_queries)
     belongs = belongs & (row < refs["num_seqs"][0])
     num_queries = jnp.where(belongs, jnp.clip(q_len - skipped, 0, block_q), 0)
     return row, first + skipped, num_queries, refs["seq_lens"][row] - q_len + skipped

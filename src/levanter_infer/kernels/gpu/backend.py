@@ -57,16 +57,29 @@ class GpuBackend(XlaBackend):
             else f"{task.stored} are {task.dtype}, which the kernel does not take"
         )
 
+    def why_not_invariant(self, task: Task) -> str | None:
+        """All matmuls are the kernel's, in one tile, and all of attention is in one lane."""
+        return None
+
     @property
     def compiler_options(self) -> Mapping[str, str | bool]:
         """Loops and branches in CUDA graphs, so that the round is one graph and the host waits for no condition of a
         step (docs/decisions/0046)."""
-        if self.interpret:
-            return {}
-        return {"xla_gpu_enable_command_buffer": _IN_GRAPHS, "xla_disable_hlo_passes": _NOT_IN_GRAPHS}
+        graphs = {"xla_gpu_enable_command_buffer": _IN_GRAPHS, "xla_disable_hlo_passes": _NOT_IN_GRAPHS}
+        return {**({} if self.interpret else graphs), **self.required_options}
+
+    @property
+    def required_options(self) -> Mapping[str, str | bool]:
+        # No atomic additions, and the same code whenever the round is compiled
+        return {"xla_gpu_deterministic_ops": True, "xla_gpu_autotune_level": "0"} if self.is_apart else {}
 
     def linear(self, call: LinearCall) -> list[Array]:
-        """A single matrix, the head's or that of a layer which a scan has picked, is XLA's."""
+        """A single matrix, the head's or that of a layer which a scan has picked, is XLA's, unless rows are apart: its
+        libraries may sum a row in an order that depends on its place."""
+        if call.layer is None and self.is_apart:
+            norm = None if call.norm is None else (call.norm[0][None], call.norm[1])
+            weights = [weight[None] for weight in call.weights]
+            call = dataclasses.replace(call, weights=weights, norm=norm, layer=jnp.int32(0))
         if call.layer is not None:
             return linear.stacked_matmul(call, interpret=self.interpret)
         results = super().linear(dataclasses.replace(call, x=_prepared(call), norm=None, gate=None, residual=None))
@@ -90,7 +103,7 @@ class GpuBackend(XlaBackend):
         return rotate_and_write(pool, write, interpret=self.interpret)
 
     def _attend(self, call: AttentionCall) -> Array:
-        return attention.gpu_attention(call, interpret=self.interpret)
+        return attention.gpu_attention(call, invariant=self.is_apart, interpret=self.interpret)
 
 
 def _prepared(call: LinearCall | GroupedCall) -> Array:

@@ -23,7 +23,7 @@ from levanter_infer.kernels.tpu.decode import decode_attention
 from levanter_infer.kernels.tpu.kv_write import write_kv
 from levanter_infer.kernels.tpu.pool import LANES, TpuPool
 from levanter_infer.kernels.tpu.prefill import prefill_attention, row_of_token
-from levanter_infer.kernels.tpu.tiling import Tiles, TileShape, choose, cut_queries, generation
+from levanter_infer.kernels.tpu.tiling import Tiles, TileShape, choose, cut_queries, generation, invariant_tile
 from levanter_infer.kernels.xla.backend import XlaBackend, rounded
 
 TPU = Platform("tpu")
@@ -50,6 +50,8 @@ class TpuBackend(XlaBackend):
     merges_ins = True
     """A layer is read out of its stack by the matmul only if the matmul's two axes are the last ones that are stored; a
     layer of heads and head sizes is copied into another order first."""
+    ring_bytes = 2**18
+    """A link takes 3 to 6 µs for so many, several times its latency."""
     pool_order = (0, 1, 3, 2, 4)
 
     @classmethod
@@ -62,7 +64,8 @@ class TpuBackend(XlaBackend):
         return None
 
     def configured(self, **options) -> "TpuBackend":
-        return dataclasses.replace(self, tiles=options["tiles"]) if "tiles" in options else self
+        names = {"tiles": "tiles", "rows_apart": "is_apart"}
+        return dataclasses.replace(self, **{names[name]: value for name, value in options.items() if name in names})
 
     def grouped_linear(self, call: GroupedCall) -> list[Array]:
         """By the kernel where it takes the shapes, and in blocks by XLA's matmul otherwise."""
@@ -112,7 +115,7 @@ class TpuBackend(XlaBackend):
     def attend(self, call: AttentionCall) -> Array:
         call = checked(call)
         _check_pool(call)
-        return tpu_attention(call, self.tiles, interpret=self.interpret)
+        return tpu_attention(call, self.tiles, invariant=self.is_apart, interpret=self.interpret)
 
 
 def _layout(shape: PoolShape) -> TpuPool:
@@ -143,11 +146,15 @@ def supports_dtype(dtype) -> bool:
     return jnp.dtype(dtype) in _DTYPES
 
 
-def tpu_attention(call: AttentionCall, tiles: Tiles | None = None, *, interpret: bool = False) -> Array:
+def tpu_attention(
+    call: AttentionCall, tiles: Tiles | None = None, *, invariant: bool = False, interpret: bool = False
+) -> Array:
     """`ragged_paged_attention` on a TPU.
 
     Args:
         tiles: None for those that `tiling.choose` gives.
+        invariant: compute decode tokens as chunks of one token, so that the bits of a token depend neither on what
+            stands beside it nor on where its chunk begins and ends.
         interpret: run in Pallas' interpreter, on a CPU, slowly, with its race detector; for tests.
     Returns: `call.out_shape`, 0 for padding tokens.
     Raises: ValueError for pages of other dtypes.
@@ -163,6 +170,9 @@ def tpu_attention(call: AttentionCall, tiles: Tiles | None = None, *, interpret:
     tiles = choose(shape) if tiles is None else tiles
     if not interpret:
         call = dataclasses.replace(call, q=_tokens_in_lanes(call.q))
+    if invariant:
+        tile = cut_queries(invariant_tile(tiles, shape), shape, call.num_tokens)
+        return _without_padding(call, prefill_attention(call, tile, operand, invariant=True, interpret=params))
     out = decode_attention(call, tiles.decode, operand, interpret=params)
     q_lens = call.q_lens
     if call.num_tokens > 1:
@@ -176,6 +186,11 @@ def tpu_attention(call: AttentionCall, tiles: Tiles | None = None, *, interpret:
         # A loop of no or one turn, because a branch (`lax.cond`) would copy what it carries on other devices.
         with jax.named_scope(scopes.CHUNKS):
             _, out = jax.lax.while_loop(lambda carry: carry[0], with_prefill, (jnp.any(q_lens > 1), out))
+    return _without_padding(call, out)
+
+
+def _without_padding(call: AttentionCall, out: Array) -> Array:
+    """The output with zeros for padding tokens."""
     live = jnp.arange(call.num_tokens, dtype=jnp.int32) < call.cu_q_lens[call.num_seqs]
     return jnp.where(live[:, None, None], out, jnp.zeros((), out.dtype))
 

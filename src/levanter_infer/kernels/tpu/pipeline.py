@@ -283,7 +283,7 @@ class Pipeline:
                 if self.shares > 1:
                     of_others = of_others | (_rem(r, self.shares) != self.share)
             else:
-                of_others = q_len < 2
+                of_others = q_len < self.sizes.least_queries
                 if self.shares > 1:
                     of_others = of_others | (self._first_q_block(r) * self.tile.queries >= q_len)
             return (r < self.num_rows) & of_others

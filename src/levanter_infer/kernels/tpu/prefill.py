@@ -39,11 +39,16 @@ _MAX_PAIRS = 2**22
 """Up to so many pairs a comparison of all takes fewer cycles than a search."""
 
 
-def prefill_attention(call: AttentionCall, tile: Tile, operand: jnp.dtype, *, interpret) -> Array:
+def prefill_attention(
+    call: AttentionCall, tile: Tile, operand: jnp.dtype, *, invariant: bool = False, interpret
+) -> Array:
     """Attention of rows with two or more queries.
 
     Args:
         operand: dtype of the matmuls' operands.
+        invariant: compute all rows, and every query by the same operations in the same order, whatever other queries
+            stand in its query block and whichever keys they see: sub-block of keys after sub-block, which begin at
+            multiples of their width. A sub-block of which a query sees nothing changes none of its bits.
         interpret: as `pallas_call` takes it.
     Returns: `call.out_shape`; unspecified at the tokens of other rows.
     """
@@ -57,8 +62,9 @@ def prefill_attention(call: AttentionCall, tile: Tile, operand: jnp.dtype, *, in
         q_per_kv=call.heads_per_kv_head,
         rows=tile.queries * per_group,
         operand=operand,
+        invariant=invariant,
     )
-    q_starts, source, target = _aligned(call, align_queries(per_group))
+    q_starts, source, target = _aligned(call, align_queries(per_group), sizes.least_queries)
 
     def by_column(values: Array) -> Array:
         """[Hq] -> [groups, 8, columns]"""
@@ -77,16 +83,16 @@ def prefill_attention(call: AttentionCall, tile: Tile, operand: jnp.dtype, *, in
     return pool.unpack_outputs(out.reshape(num_tokens, groups, per_group, pool.value_tiles * LANES))
 
 
-def _aligned(call: AttentionCall, align: int) -> tuple[Array, Array, Array]:
-    """A layout of the tokens of rows with two or more, in which each row begins at a multiple of `align`.
+def _aligned(call: AttentionCall, align: int, least: int) -> tuple[Array, Array, Array]:
+    """A layout of the tokens of rows with `least` or more, in which each row begins at a multiple of `align`.
 
     Returns: the first position of each row in it, i32[R]; the token at each position; the position of each token,
         i32[T].
     """
-    q_lens = jnp.where(call.q_lens > 1, call.q_lens, 0)
+    q_lens = jnp.where(call.q_lens >= least, call.q_lens, 0)
     ends = jnp.cumsum((q_lens + (align - 1)) // align * align)
     q_starts = jnp.concatenate([jnp.zeros(1, jnp.int32), ends[:-1]]).astype(jnp.int32)
-    rows = min(call.num_rows, call.num_tokens // 2)
+    rows = min(call.num_rows, call.num_tokens // least)
     capacity = call.num_tokens + (align - 1) * rows
     aligned = jnp.arange(-(-capacity // align) * align, dtype=jnp.int32)
     last = call.num_rows - 1
@@ -121,7 +127,7 @@ def attend_prefill(rows: Rows, inputs: Inputs, out_ref, scratch: Scratch, *, cal
         _reset(inputs, scratch)
 
     _reset(inputs, scratch)
-    unmasked = block.turn if call.rules.mask_mod is None else None
+    unmasked = block.turn if call.rules.mask_mod is None and not sizes.invariant else None
     pipeline.run(unmasked, block.masked, finish, prepare=block.prepare)
 
 
@@ -354,7 +360,10 @@ class _Block:
         """The new m, and the factor of what was summed with the old one: f32[8, columns], all rows the same."""
         before = self.scratch.m_ref[stripe.group, :, stripe.columns]
         m = jnp.maximum(before, jnp.max(functools.reduce(jnp.maximum, maxima), axis=0, keepdims=True))
-        return m, jnp.exp2(before - m)
+        factor = jnp.exp2(before - m)
+        if self.sizes.invariant:  # exactly, whatever the unit for exponentials gives for 0
+            factor = jnp.where(before == m, jnp.float32(1), factor)
+        return m, factor
 
     def _put_max(self, stripe: _Stripe, maxima: list[Array]) -> None:
         own = stripe.group, slice(None), stripe.columns

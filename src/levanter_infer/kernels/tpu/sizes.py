@@ -90,8 +90,15 @@ class Sizes:
     """Rows of a query block for one group of heads: pairs of query and head, padded."""
     operand: jnp.dtype
     """Dtype of the matmuls' operands."""
+    invariant: bool = False
+    """Whether the prefill path computes rows of one query too, and the same sub-blocks of keys for every query."""
     in_words: bool = False
     """Whether decode converts int8 by shifts of 32-bit words, and so in another order of keys (`scales`)."""
+
+    @property
+    def least_queries(self) -> int:
+        """Fewest queries of the rows that the prefill path computes."""
+        return 1 if self.invariant else 2
 
     @property
     def columns(self) -> int:

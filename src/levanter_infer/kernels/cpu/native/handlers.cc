@@ -64,7 +64,8 @@ constexpr int64_t MANY_ROWS = 48;     // from here on 16-bit weights are widened
 constexpr int64_t PREFETCHED = 2048;  // how far ahead, in bytes, weights are prefetched
 constexpr int64_t PREFETCHED_PAIRS = 8192;  // the same where pairs are multiplied
 constexpr int64_t PREPARED_ROWS = 4;
-constexpr int64_t PACKED = 8192, PACK_STEP = 32;  // inputs of all rows that one piece of work packs; granularity
+constexpr int64_t PACKED = 4096, PACK_STEP = 32;  // inputs of all rows that one piece of work packs; granularity
+constexpr int64_t FEW_RANGES = 4;  // up to here each piece of work computes the norm's factor of its rows
 constexpr int64_t PLACED_TOKENS = 8;  // new tokens per piece of work
 constexpr int64_t PIECES = 8, MAX_PANELS = 8;  // pieces of work per thread that suffice; most panels per piece
 constexpr int64_t READ_STEP = 512, READ_PIECE = 1 << 20;  // bytes that `read_all` reads at once; per piece of work
@@ -93,6 +94,8 @@ inline Block block_of_row(int64_t num_rows, int64_t row, int64_t most) {
 
 struct Kernels {
   int64_t panel, rows;  // outputs per panel; rows that are computed together, at most
+  float (*norm_factor)(const float* x, int64_t size, float eps);
+  void (*scaled)(const float* x, const float* weight, float factor, int64_t size, float* to);
   void (*normalize)(const float* x, const float* weight, int64_t size, float eps, float* to);
   void (*gated)(const float* x, const float* gate, int64_t size, float* to);
   void (*pack_row)(const float* x, int64_t inputs, int64_t rows_of_block, Pair* to);  // null: rows are not packed
@@ -168,15 +171,6 @@ bool is_bf16(ffi::AnyBuffer buffer) {
   return buffer.element_type() == ffi::DataType::BF16 || buffer.element_type() == ffi::DataType::U16;
 }
 
-// Element i of a bf16 or f32 array.
-float float_at(const ffi::AnyBuffer& buffer, int64_t i) {
-  if (!is_bf16(buffer)) return static_cast<const float*>(buffer.untyped_data())[i];
-  const uint32_t word = static_cast<uint32_t>(static_cast<const uint16_t*>(buffer.untyped_data())[i]) << 16;
-  float value;
-  std::memcpy(&value, &word, sizeof value);
-  return value;
-}
-
 bool same_shape(ffi::Span<const int64_t> a, ffi::Span<const int64_t> b) {
   return std::equal(a.begin(), a.end(), b.begin(), b.end());
 }
@@ -190,7 +184,15 @@ std::vector<float> norm_of(const ffi::ErrorOr<ffi::AnyBuffer>& weight, int64_t l
   const auto shape = weight->dimensions();
   if (shape.size() != 2 || shape[1] != size || layer < 0 || layer >= shape[0]) return norm;
   norm.resize(size);
-  for (int64_t i = 0; i < size; ++i) norm[i] = float_at(*weight, layer * size + i);
+  if (is_bf16(*weight)) {
+    const uint16_t* from = static_cast<const uint16_t*>(weight->untyped_data()) + layer * size;
+    for (int64_t i = 0; i < size; ++i) {
+      const uint32_t word = static_cast<uint32_t>(from[i]) << 16;
+      std::memcpy(&norm[i], &word, sizeof word);
+    }
+  } else {
+    std::copy_n(static_cast<const float*>(weight->untyped_data()) + layer * size, size, norm.data());
+  }
   return norm;
 }
 
@@ -201,48 +203,91 @@ struct Matrix {
   int64_t outputs, first_panel;
 };
 
-// Replaces the rows of args->x, of `inputs` each, by what the matmuls read: an even number of inputs, with the norm or
-// the gate applied if there is one, and packed if `pack`.
-void prepare(const Kernels& kernels, int64_t threads, int64_t inputs, const float* norm, float eps, const float* gate,
-             bool pack, LinearArgs* args) {
+// Rows as they come, `inputs` each, and what is applied to them before they are multiplied: the norm or the gate, or
+// neither (null).
+struct Source {
+  const float* x;
+  int64_t inputs;
+  const float* norm;
+  float eps;
+  const float* gate;  // [rows, inputs]
+};
+
+// Applies the norm, whose factor for the row is given, or the gate to inputs begin … begin + count - 1 of a row; an
+// input that does not exist, the second of the last pair if their number is odd, is 0. Returns where they are: `to`, or
+// where they come from if there is nothing to apply.
+inline const float* applied(const Kernels& kernels, const Source& source, int64_t row, float factor, int64_t begin,
+                            int64_t count, float* to) {
+  const int64_t known = std::min(count, source.inputs - begin), at = row * source.inputs + begin;
+  if (source.norm != nullptr)
+    kernels.scaled(source.x + at, source.norm + begin, factor, known, to);
+  else if (source.gate != nullptr)
+    kernels.gated(source.x + at, source.gate + at, known, to);
+  else if (known == count)
+    return source.x + at;
+  else
+    std::copy_n(source.x + at, known, to);
+  if (known < count) to[known] = 0;
+  return to;
+}
+
+// Replaces the rows of args->x by what the matmuls read: an even number of inputs, with the norm or the gate applied.
+// Requires: there is a norm or a gate, or the number of inputs is odd.
+void prepare_rows(const Kernels& kernels, int64_t threads, const Source& source, LinearArgs* args) {
   static thread_local std::vector<float> rows;
-  static thread_local std::vector<Pair> packed;
   const size_t size = args->rows * args->inputs;
-  const bool as_is = norm == nullptr && gate == nullptr && inputs == args->inputs;
-  if (!as_is && rows.size() < size) rows.resize(size);
-  if (pack && packed.size() < size / 2) packed.resize(size / 2);
+  if (rows.size() < size) rows.resize(size);
   float* all = rows.data();  // this thread's buffer, which the workers write too
-  Pair* words = packed.data();
-  if (!as_is) {
-    Workers::shared().run(threads, (args->rows + PREPARED_ROWS - 1) / PREPARED_ROWS, [&](int64_t piece) {
+  Workers::shared().run(threads, count_blocks(args->rows, PREPARED_ROWS), [&](int64_t piece) {
+    const int64_t last = std::min(args->rows, (piece + 1) * PREPARED_ROWS);
+    for (int64_t row = piece * PREPARED_ROWS; row < last; ++row) {
+      const float* from = source.x + row * source.inputs;
+      const float factor = source.norm == nullptr ? 0 : kernels.norm_factor(from, source.inputs, source.eps);
+      applied(kernels, source, row, factor, 0, args->inputs, all + row * args->inputs);
+    }
+  });
+  args->x = all;
+  args->x_stride = args->inputs;
+}
+
+// The same for matmuls of pairs: sets args->packed. The rows of a block are interleaved word by word. Threads divide
+// its inputs, because threads that divided its rows would take every cache line from each other; what a thread packs it
+// has just computed, so that rows with the norm or the gate applied are in no memory but the first cache.
+void pack_rows(const Kernels& kernels, int64_t threads, const Source& source, LinearArgs* args) {
+  static thread_local std::vector<Pair> packed;
+  static thread_local std::vector<float> factors;
+  const size_t size = args->rows * args->inputs / 2;
+  if (packed.size() < size) packed.resize(size);
+  const int64_t steps = count_blocks(args->inputs, PACK_STEP);
+  const int64_t wanted = count_blocks(args->inputs * std::min(args->rows, kernels.rows), PACKED);
+  const int64_t step = count_blocks(steps, std::min(wanted, steps)) * PACK_STEP;
+  const int64_t ranges = count_blocks(args->inputs, step);
+  const auto factor_of = [&](int64_t row) {
+    return kernels.norm_factor(source.x + row * source.inputs, source.inputs, source.eps);
+  };
+  const bool shares_factors = source.norm != nullptr && ranges > FEW_RANGES;
+  if (shares_factors) {
+    if (factors.size() < static_cast<size_t>(args->rows)) factors.resize(args->rows);
+    float* all = factors.data();
+    Workers::shared().run(threads, count_blocks(args->rows, PREPARED_ROWS), [&](int64_t piece) {
       const int64_t last = std::min(args->rows, (piece + 1) * PREPARED_ROWS);
-      for (int64_t row = piece * PREPARED_ROWS; row < last; ++row) {
-        const float* from = args->x + row * inputs;
-        float* own = all + row * args->inputs;
-        own[args->inputs - 1] = 0;  // the second input of the last pair, if `inputs` is odd
-        if (norm != nullptr)
-          kernels.normalize(from, norm, inputs, eps, own);
-        else if (gate != nullptr)
-          kernels.gated(from, gate + row * inputs, inputs, own);
-        else
-          std::copy_n(from, inputs, own);
-      }
+      for (int64_t row = piece * PREPARED_ROWS; row < last; ++row) all[row] = factor_of(row);
     });
-    args->x = all;
-    args->x_stride = args->inputs;
   }
-  if (!pack) return;
-  // The rows of a block are interleaved word by word. Threads divide its inputs, because threads that divided its rows
-  // would take every cache line from each other.
-  const int64_t most = std::min(args->rows, kernels.rows);
-  const int64_t step = std::max(PACKED / most / PACK_STEP, int64_t{1}) * PACK_STEP;
-  const int64_t ranges = (args->inputs + step - 1) / step;
+  Pair* words = packed.data();  // these are this thread's buffers
+  const float* known = factors.data();
   Workers::shared().run(threads, count_blocks(args->rows, kernels.rows) * ranges, [&](int64_t piece) {
+    static thread_local std::vector<float> part;
+    if (part.size() < static_cast<size_t>(step)) part.resize(step);
     const Block block = block_at(args->rows, piece / ranges, kernels.rows);
     const int64_t begin = piece % ranges * step, count = std::min(step, args->inputs - begin);
     Pair* to = words + (block.first * args->inputs + begin * block.rows) / 2;
-    for (int64_t row = 0; row < block.rows; ++row)
-      kernels.pack_row(args->x + (block.first + row) * args->x_stride + begin, count, block.rows, to + row);
+    for (int64_t i = 0; i < block.rows; ++i) {
+      const int64_t row = block.first + i;
+      const float factor = source.norm == nullptr ? 0 : shares_factors ? known[row] : factor_of(row);
+      const float* found = applied(kernels, source, row, factor, begin, count, part.data());
+      kernels.pack_row(found, count, block.rows, to + i);
+    }
   });
   args->packed = words;
 }
@@ -308,8 +353,11 @@ ffi::Error linear(ffi::ThreadPool threads, ffi::Buffer<ffi::F32> x, ffi::Buffer<
 
   LinearArgs args{x.typed_data(), rows, (inputs + 1) / 2 * 2, inputs, nullptr};
   const bool pack = bf16 && kernels.pack_row != nullptr;
-  if (rows > 0 && (has_norm || has_gate || pack || inputs % 2 != 0))
-    prepare(kernels, threads.num_threads(), inputs, has_norm ? norm.data() : nullptr, eps, gate, pack, &args);
+  const Source source{x.typed_data(), inputs, has_norm ? norm.data() : nullptr, eps, gate};
+  if (rows > 0 && pack)
+    pack_rows(kernels, threads.num_threads(), source, &args);
+  else if (rows > 0 && (has_norm || has_gate || inputs % 2 != 0))
+    prepare_rows(kernels, threads.num_threads(), source, &args);
   // A piece of work is several panels where there are many, so that the threads seldom contend for the counter.
   const int64_t together = std::clamp<int64_t>(panels / (threads.num_threads() * PIECES), 1, MAX_PANELS);
   Workers::shared().run(threads.num_threads(), (panels + together - 1) / together, [&](int64_t piece) {

@@ -5,7 +5,7 @@
 // sleep, so that they do not sleep during a step.
 //
 // Each thread takes pieces from a range of its own, one after the other, and then from what others have left: pieces
-// that are next to each other lie next to each other in memory, and a processor that reads on through them does not
+// that are next to each other are so in memory too, and a processor that reads on through them does not
 // start its prefetching again at each.
 #pragma once
 

@@ -1,0 +1,68 @@
+"""Which steps have the columns of the residual stream on devices of their own (`layers.collective_matmul`)."""
+
+import dataclasses
+from typing import TypeVar
+
+import equinox as eqx
+import jax
+from haliax import NamedArray
+
+from levanter_infer.kernels.backend import Backend
+from levanter_infer.layers.attention import AttentionBlock
+from levanter_infer.layers.linear import Linear
+from levanter_infer.layers.mlp import DenseBlock
+from levanter_infer.layers.shard_axis import REPLICATED, ShardAxis
+from levanter_infer.models.blocks import Block, Placement
+from levanter_infer.models.config import DecoderConfig
+
+LayerT = TypeVar("LayerT", bound=eqx.Module)
+_LANES = 128
+"""Columns of a tile on TPUs."""
+
+
+def ring_of(config: DecoderConfig, backend: Backend, shard_axis: ShardAxis, x: NamedArray) -> ShardAxis:
+    """The axis over whose devices a step has the columns of its residual stream; `REPLICATED`: every device has all.
+
+    Args:
+        backend: of the matmuls.
+        shard_axis: the tensor-parallel axis.
+        x: [row, embed], the residual stream.
+    """
+    rows, width = x.array.shape
+    if shard_axis.parts == 1 or backend.ring_bytes is None or not all(map(_is_plain, config.blocks)):
+        return REPLICATED
+    if backend.rows_apart:  # sums have the order that this mode gives them
+        return REPLICATED
+    size, rest = divmod(width, shard_axis.parts)
+    least = min(backend.ring_bytes, 2 * _LANES)  # transfers of half a device's columns are whole tiles
+    if rest or size % 2 or size % least or rows * size * x.dtype.itemsize < backend.ring_bytes:
+        return REPLICATED
+    return shard_axis
+
+
+def _is_plain(block: Block) -> bool:
+    """Whether the residual stream of a layer is read by two RMSNorms and their matmuls alone."""
+    norm, others = block.norm, (block.convs, block.layer_input, block.norm.gate_rank)
+    return (
+        isinstance(block.mixer, AttentionBlock)
+        and isinstance(block.feed_forward, DenseBlock)
+        and block.placement is Placement.BEFORE
+        and others == (None,) * 3
+        and (norm.weight, norm.bias, norm.center) == (True, False, False)
+    )
+
+
+def with_ring(layer: LayerT, ring: ShardAxis) -> LayerT:
+    """The layer, of the columns of this device. Args: ring: as of `ring_of`."""
+    if ring.parts == 1:
+        return layer
+
+    def on_ring(part):
+        return dataclasses.replace(part, ring=ring) if isinstance(part, Linear) else part
+
+    return jax.tree.map(on_ring, layer, is_leaf=lambda part: isinstance(part, Linear))
+
+
+def columns_of(x: NamedArray, array: jax.Array) -> NamedArray:
+    """An array with the axes of `x` except for the number of its columns."""
+    return NamedArray(array, (*x.axes[:-1], x.axes[-1].resize(array.shape[-1])))

@@ -1,0 +1,129 @@
+"""Columns of the residual stream on a ring of devices, which are emulated by `vmap` here; tests/engine/test_mesh.py has
+devices."""
+
+import functools
+
+import haliax as hax
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from haliax import Axis, NamedArray
+from jax.sharding import AbstractMesh
+
+from levanter_infer.axes import EMBED, MODEL, POSITION
+from levanter_infer.kernels.xla.backend import XlaBackend
+from levanter_infer.layers.attention import AttentionInputs
+from levanter_infer.layers.collective_matmul import gathered, scattered
+from levanter_infer.layers.layout import MESH_AXES, Layout
+from levanter_infer.layers.shard_axis import ShardAxis
+from levanter_infer.models.decoder import PLAIN
+from levanter_infer.models.mixing import mixer_of
+from levanter_infer.models.ring import columns_of, ring_of, with_ring
+from tests.tiny_models import tiny_model
+
+PARTS, ROWS = 2, 6
+AXIS = ShardAxis(MODEL, PARTS)
+BIASES = {"model_type": "qwen2"}
+PLUS_ONE = {"model_type": "gemma", "hidden_activation": "gelu_pytorch_tanh"}
+BOTH_NORMS = {"model_type": "gemma2", "query_pre_attn_scalar": 16, "hidden_activation": "gelu_pytorch_tanh"}
+EXPERTS = {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
+           "norm_topk_prob": True}  # fmt: skip
+
+
+class Ring(XlaBackend):
+    """Columns are on a ring from one byte on."""
+
+    ring_bytes = 1
+
+
+def parts_of(leaf: NamedArray) -> jax.Array:
+    """The parts of a weight on each device, with an axis of devices."""
+    places = [i for i, axis in enumerate(leaf.axes) if MESH_AXES.get(axis.name) == MODEL]
+    split = np.split(np.asarray(leaf.array), PARTS, places[0]) if places else [leaf.array] * PARTS
+    return jnp.stack(split)
+
+
+def layer_on_devices(model, x: NamedArray, ring: ShardAxis) -> jax.Array:
+    """The first layer of `x` on emulated devices, [device, row, embed]."""
+    layout = Layout.of(AbstractMesh((PARTS,), (MODEL,)), model.config)
+    (stack,), block = model.shard_as(layout).stacks, model.config.blocks[0]
+    leaves, structure = jax.tree.flatten(stack, is_leaf=lambda leaf: isinstance(leaf, NamedArray))
+
+    def of_device(arrays, x: jax.Array) -> jax.Array:
+        sizes = [tuple(a.resize(n) for a, n in zip(leaf.axes, array.shape, strict=True))
+                 for leaf, array in zip(leaves, arrays, strict=True)]  # fmt: skip
+        own = [NamedArray(*pair) for pair in zip(arrays, sizes, strict=True)]
+        layer = with_ring(jax.tree.unflatten(structure, own).at(jnp.int32(0), jnp.int32(ROWS)), ring)
+        attend = functools.partial(layer.attention.dense, inputs=AttentionInputs(block.mixer, None, PLAIN))
+        inner = NamedArray(x, (Axis(POSITION, x.shape[0]), model.embed))
+        result, _ = layer(columns_of(inner, ring.own(x, 1)), block, mixer_of(block, [attend], layer.some_map))
+        return ring.all_gather(result.array, 1)
+
+    compute = jax.vmap(of_device, in_axes=(0, None), axis_name=MODEL)
+    return jax.jit(compute)([parts_of(leaf) for leaf in leaves], x.array)
+
+
+@pytest.mark.parametrize("changes", [{}, BIASES, PLUS_ONE], ids=["plain", "biases", "plus_one"])
+def test_a_layer_on_a_ring_gives_the_same(changes):
+    model = tiny_model(num_hidden_layers=1, **changes)
+    keys = iter(jax.random.split(jax.random.key(3), 99))
+    model = jax.tree.map(lambda leaf: leaf + 0.1 * jax.random.normal(next(keys), leaf.shape, leaf.dtype), model)
+    x = hax.random.normal(jax.random.key(1), (Axis(POSITION, ROWS), model.embed))
+    assert ring_of(model.config, Ring(), AXIS, x) == AXIS
+    everywhere, on_ring = (layer_on_devices(model, x, ring) for ring in (ShardAxis(), AXIS))
+    assert not np.allclose(everywhere[0], x.array, atol=0.1)
+    for device in on_ring:
+        np.testing.assert_allclose(device, everywhere[0], rtol=2e-4, atol=2e-4)
+
+
+@pytest.mark.parametrize("parts", [2, 4, 8])
+def test_matmuls_beside_transfers_are_those_of_all_columns(parts):
+    rng = np.random.default_rng(parts)
+    x, norm = rng.normal(size=(5, 4 * parts)).astype(np.float32), rng.normal(size=4 * parts).astype(np.float32)
+    weights = [rng.normal(size=(out, 4 * parts)).astype(np.float32) for out in (3, 6)]
+    ring, backend = ShardAxis(MODEL, parts), Ring()
+    columns = jnp.stack(np.split(x, parts, 1))
+    inner = jax.vmap(lambda own: gathered(own, weights, [3, 6], (norm, 1e-5), ring, backend), axis_name=MODEL)
+    normed = x / np.sqrt((x * x).mean(1, keepdims=True) + 1e-5) * norm
+    for found, weight in zip(inner(columns), weights, strict=True):
+        np.testing.assert_allclose(found, np.broadcast_to(normed @ weight.T, found.shape), rtol=1e-4, atol=1e-4)
+    back = jnp.asarray(rng.normal(size=(parts, 4 * parts, 3)), jnp.float32)
+    inputs = jnp.asarray(rng.normal(size=(parts, 5, 3)), jnp.float32)
+    summed = jax.vmap(lambda x, weight: scattered(x, weight, ring, backend), axis_name=MODEL)(inputs, back)
+    expected = np.einsum("dri,doi->ro", inputs, back)
+    np.testing.assert_allclose(np.concatenate(list(summed), 1), expected, rtol=1e-4, atol=1e-4)
+
+
+class Apart(Ring):
+    """The same in `numerics: batch_invariant`."""
+
+    rows_apart = True
+
+
+@pytest.mark.parametrize(
+    "changes, axis, backend",
+    [
+        ({}, AXIS, Apart()),
+        ({}, ShardAxis(), Ring()),
+        ({}, AXIS, XlaBackend()),
+        (EXPERTS, AXIS, Ring()),
+        (BOTH_NORMS, AXIS, Ring()),
+    ],
+    ids=["batch_invariant", "one device", "backend", "experts", "norms of results"],
+)
+def test_there_is_no_ring(changes, axis, backend):
+    x = hax.zeros((Axis(POSITION, ROWS), tiny_model(**changes).embed))
+    assert ring_of(tiny_model(**changes).config, backend, axis, x) == ShardAxis()
+
+
+def test_small_transfers_are_not_worth_it(monkeypatch):
+    monkeypatch.setattr(Ring, "ring_bytes", 2**18)
+    config, axis = tiny_model().config, ShardAxis(MODEL, 4)
+
+    def has_ring(rows: int, width: int) -> bool:
+        x = hax.zeros((Axis(POSITION, rows), Axis(EMBED, width)), jnp.bfloat16)
+        return ring_of(config, Ring(), axis, x) == axis
+
+    shapes = [(64, 4096), (128, 4096), (256, 4096), (256, 4096 + 512), (512, 8192), (2**15, 32)]
+    assert [shape for shape in shapes if has_ring(*shape)] == [(128, 4096), (256, 4096), (512, 8192)]
