@@ -192,6 +192,7 @@ PARAMS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("changed", [False, True])
 def test_kernels_sample_what_xla_samples(changed, monkeypatch):
     monkeypatch.setattr(sampling, "_PENALISED_ROWS", 4)
