@@ -65,9 +65,7 @@ class XlaBackend(Backend):
         if self.platform.name == "tpu":
             return None
         if self.platform.name == "gpu":
-            return (
-                "matmuls of its libraries may sum a row in an order that depends on its place, and it was not measured"
-            )
+            return "its libraries may sum a row of a matmul in an order that depends on the row's index in a block"
         return super().why_not_invariant(task)
 
     def activation_dtype(self, dtype: jnp.dtype) -> jnp.dtype:
