@@ -132,7 +132,7 @@ def sampling(mesh, *, rows=256, vocab=128256, parts=4):
     return call, (
         f32((rows, own)),
         f32((rows, 4)),
-        f32((rows, 6)),
+        f32((rows, 7)),
         f32((rows, num_words(vocab))),
         i32((rows, 15)),
         i32(()),

@@ -56,8 +56,8 @@ def test_weights_of_32_bits_are_multiplied_as_such():
     assert multiplying_isa(usable_isas("bfloat16")[0], "bfloat16") == usable_isas("bfloat16")[0]
 
 
-def shares(dtype: str, capsys) -> list[float]:
-    """Shares of the bound of each cell; one row is bound by memory and 512 by arithmetic."""
+def cells_of(dtype: str, capsys) -> list[dict]:
+    """The lines of one row and of 512, a cell each."""
     sizes = ["--hidden", "512", "--layers", "2", "--heads", "8", "--kv-heads", "8", "--mlp", "1024", "--vocab", "8192"]
     options = ["--rows", "1,512", "--dtype", dtype, "--repeats", "5", "--milliseconds", "3", "--limits"]
     assert main(["matmul", *options, *sizes]) == 0
@@ -66,24 +66,26 @@ def shares(dtype: str, capsys) -> list[float]:
         (rows, name) for rows in (1, 512) for name in ("qkv", "out", "gate_up", "down", "head")
     ]
     for cell in cells:
-        assert cell["bound"] == (MEMORY if cell["rows"] == 1 else ARITHMETIC), cell
         assert cell["flops"] == cell["rows"] * cell["weights_bytes"] * (1 if dtype == "bfloat16" else 0.5)
     assert set(last["limits"]["memory_gb_per_s"]) == {"1", str(last["limits"]["threads"])}
     assert len(last["limits"]["gflop_per_s"]) == len({1, last["limits"]["threads"]})
-    return [cell["share"]["median"] for cell in cells]
+    return cells
 
 
 @built
 def test_every_cell_has_a_bound(capsys):
-    assert min(shares("bfloat16", capsys)) > 0
+    for cell in cells_of("bfloat16", capsys):
+        assert cell["bound"] in (MEMORY, ARITHMETIC) and cell["share"]["median"] > 0, cell
 
 
 @built
 @pytest.mark.slow  # on a machine that does nothing else
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_nothing_is_faster_than_its_bound(dtype, capsys):
-    found = shares(dtype, capsys)
-    assert 0 < min(found) and max(found) < 1.1, found
+    """One row is bound by memory and 512 by arithmetic; nothing is faster than its bound but for noise."""
+    for cell in cells_of(dtype, capsys):
+        assert cell["bound"] == (MEMORY if cell["rows"] == 1 else ARITHMETIC), cell
+        assert cell["share"]["median"] < 1.1, cell
 
 
 @built

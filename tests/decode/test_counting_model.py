@@ -96,7 +96,7 @@ def continuation(prompt: list[int], sampling: SamplingParams) -> tuple[list[int]
     return tokens[len(prompt) :], "length"
 
 
-def pick(logits, rows, history, *, max_top, stats, vocab) -> SampleOutput:
+def pick(logits, rows, history, *, max_top, stats, vocab, backend) -> SampleOutput:
     """`sampling.sample` at temperature 0, which also depends on the history of each row."""
     lens = history.seq_lens
     is_wrong = (history.positions != lens) | (history.prompt_lens > lens) | (history.slot_ids < 0)

@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax._src.pallas.mosaic.interpret import interpret_pallas_call
+from jax.experimental.pallas import tpu as pltpu
 
 from levanter_infer.decode import sampling, sampling_draw
 from levanter_infer.decode.sampling import History, LogitStats, sample
@@ -175,6 +177,25 @@ def test_thresholds_choose_what_sorting_chooses():
                 np.testing.assert_array_equal(
                     np.flatnonzero(logits[row] >= threshold[row]), wanted, f"{rows[row]} {k} {p}"
                 )
+
+
+@pytest.mark.slow
+def test_rows_beyond_those_that_count_decide_nothing():
+    """In the interpreter that detects races, with NaN in memory that no kernel has written."""
+    logits = hard_logits()[:4]
+    logits = np.concatenate([logits, np.full((ROWS - 4, VOCAB), np.nan, np.float32)])
+    terms, vocab, count = terms_of(logits, 1.0), Vocabulary(VOCAB), jnp.int32(4)
+    top_k, top_p = jnp.full(ROWS, 40, jnp.int32), jnp.full(ROWS, 0.7, jnp.float32)
+
+    def by(interpret):
+        own = kernels.TpuSampling(interpret)
+        return thresholds_by_kernels(own, jnp.asarray(logits), jnp.asarray(terms), top_k, top_p, vocab, count)
+
+    nan = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan")
+    found = np.asarray(by(nan))
+    np.testing.assert_array_equal(found[:4], np.asarray(by(True))[:4])
+    assert np.all(found[4:] == -np.inf)
+    assert interpret_pallas_call.races is not None and not interpret_pallas_call.races.races_found
 
 
 PARAMS = [

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import jax
 import pytest
+from rich.console import Console
 
 from levanter_infer.batch.config import BatchRunConfig
 from levanter_infer.config import load_config
@@ -21,6 +22,7 @@ from levanter_infer.plan import compiled, plan
 from levanter_infer.plan.__main__ import main
 from levanter_infer.plan.compiled import CompiledProgram, compile_programs
 from levanter_infer.plan.figures import figures_of
+from levanter_infer.plan.report import show
 from levanter_infer.plan.roofline import Workload
 from levanter_infer.plan.search import misfit, smallest_changes
 from levanter_infer.plan.spec import EngineSpec
@@ -88,6 +90,16 @@ def test_figures_are_those_of_the_engine():
     assert found.pool_bytes == engine.state.cache.pools[0].pages.array.nbytes
     assert found.tables_bytes == sum(leaf.nbytes for leaf in jax.tree.leaves(engine.state.decode))
     assert (found.attention, found.matmul) == (engine.backend.attention, engine.backend.matmul)
+
+
+def test_the_speed_of_steps_in_blocks_is_not_modelled(capsys):
+    engine = {"max_seqs": 16, "max_seq_len": 2048, "numerics": "batch_invariant"}
+    spec = EngineSpec("v5e-4", shape("llama-3.1-8b"), "bfloat16", engine, {"model": 4})
+    assert figures_of(spec).block_tokens == 256
+    planned = plan.make_plan(spec, Workload(512, 256), compiles=False)
+    assert planned.speed is None
+    show(planned, Console(width=200))
+    assert "not modelled for steps that are loops over blocks of 256 tokens" in capsys.readouterr().out
 
 
 def test_a_gemma_3_at_32k_tokens_holds_its_full_layers_and_a_window_of_the_others():

@@ -87,7 +87,8 @@ def thresholds_by_kernels(
 
     Args: terms: of `SamplingKernels.weight_sums`, without a threshold.
     """
-    wants_k, wants_p = top_k < vocab.size, top_p < 1
+    is_row = jnp.arange(top_p.size, dtype=jnp.int32) < num_rows  # kernels leave the others as they were
+    wants_k, wants_p = (top_k < vocab.size) & is_row, (top_p < 1) & is_row
     values, bound = kernels.candidates(logits, vocab.shard_axis.parts, num_rows)
     values, bound = vocab.shard_axis.all_gather(values, 1), vocab.shard_axis.max(bound)
 
@@ -98,7 +99,7 @@ def thresholds_by_kernels(
     with jax.named_scope(scopes.NUCLEUS):
         total = jax.lax.cond(jnp.any(wants_p & ~wants_k), weigh_all, lambda: jnp.zeros_like(top_p))
     most = jnp.where(wants_k, top_k, 0).astype(jnp.float32)
-    rules = jnp.stack([terms[:, 0], terms[:, 1], bound, total, most, top_p], axis=1)
+    rules = jnp.stack([terms[:, 0], terms[:, 1], terms[:, 3], bound, total, most, top_p], axis=1)
     threshold = kernels.thresholds(values, rules, num_rows)
     wanted = wants_k | wants_p
     found = ~wanted | (threshold == threshold)

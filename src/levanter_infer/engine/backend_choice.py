@@ -19,6 +19,7 @@ from levanter_infer.engine.sizes import kv_dtype, page_bytes
 from levanter_infer.kernels.backend import Backend, Platform, Task, Work
 from levanter_infer.kernels.registry import BACKENDS, make_backend, platform_of
 from levanter_infer.layers.attention import AttentionSpec
+from levanter_infer.layers.kimi_delta import KimiDeltaBlock
 from levanter_infer.layers.layout import Layout
 from levanter_infer.policies import CpuIsa, MatmulImpl, Numerics, PreemptionPolicy
 from levanter_infer.runtime.hosts import Hosts
@@ -102,7 +103,7 @@ class BackendChoice:
         """
         backends = self.matmul_backend, self.attention_backend
         refusals = [why for each, task in zip(backends, tasks, strict=True) if (why := each.why_not_invariant(task))]
-        if refusals and self.platform.name == "cpu":
+        if refusals and self.platform == BACKENDS["cpu"].home:
             raise ValueError(
                 'engine.numerics="batch_invariant" needs the kernels for CPUs, for matmuls and for attention; here '
                 f"matmul={self.matmul} and attention={self.attention}: "
@@ -114,7 +115,13 @@ class BackendChoice:
                 f"attention={self.attention} on {self.platform.name}: {refusals[0]}; use default"
             )
         if self.matmul_backend.block_tokens is not None:
-            place = library_matmul(model.config, model.dtype, *backends) if self.platform.name == "gpu" else None
+            if any(isinstance(block.recurrent, KimiDeltaBlock) for block in model.config.blocks):
+                raise ValueError(
+                    'engine.numerics="batch_invariant" is not possible with Kimi delta attention on '
+                    f"{self.platform.name}: engines of different sizes gave different bits; use default"
+                )
+            has_library = self.matmul_backend.has_library
+            place = library_matmul(model.config, model.dtype, *backends) if has_library else None
             if place is not None:
                 raise ValueError(
                     f'engine.numerics="batch_invariant" is not possible for {model.config.model_type} on a GPU: XLA '

@@ -96,8 +96,8 @@ class SamplingKernels(Protocol):
 
         Args:
             values: f32[row, n], the candidates of all parts.
-            rules: f32[row, 6]: peak and inverse as of `weight_sums`, the bound of other logits, the weight of all
-                tokens (where top_p applies without top_k), top_k (0: off) and top_p (1: off).
+            rules: f32[row, 7]: peak, inverse and floor as of `weight_sums`, the bound of other logits, the weight of
+                all tokens (where top_p applies without top_k), top_k (0: off) and top_p (1: off).
         """
         ...
 
@@ -156,6 +156,9 @@ class Backend(ABC):
     ring_bytes: ClassVar[int | None] = None
     """Fewest bytes of a device's columns of the residual stream for which the sums of tensor parallelism go around a
     ring beside the matmuls (`layers.collective_matmul`); None: they never do."""
+    has_library: ClassVar[bool] = False
+    """Whether a library computes the matmuls that its kernels do not, which may sum a row in an order that depends on
+    the index of the row."""
     pool_order: ClassVar[tuple[int, ...]] = (0, 1, 2, 3, 4)
     """Axes of the pool: 0 layer, 1 page, 2 page offset, 3 kv pair (or slab), 4 head size (or lanes)."""
 

@@ -5,6 +5,7 @@ from typing import TypeVar
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 from haliax import NamedArray
 
 from levanter_infer.kernels.backend import Backend
@@ -32,6 +33,8 @@ def ring_of(config: DecoderConfig, backend: Backend, shard_axis: ShardAxis, x: N
     if shard_axis.parts == 1 or backend.ring_bytes is None or not all(map(_is_plain, config.blocks)):
         return REPLICATED
     if backend.rows_apart:  # sums have the order that this mode gives them
+        return REPLICATED
+    if x.dtype == jnp.float16:  # a norm follows the matmul, whose inputs may be too large for it
         return REPLICATED
     size, rest = divmod(width, shard_axis.parts)
     least = min(backend.ring_bytes, 2 * _LANES)  # transfers of half a device's columns are whole tiles

@@ -38,6 +38,12 @@ def _wrapped(operation: Callable[..., int]) -> _Operation:
     return lambda *values: (operation(*values) + 2**31) % 2**32 - 2**31
 
 
+def _unsigned(operation: Callable[[int, int], bool]) -> _Operation:
+    """A comparison of integers of 32 bits without a sign."""
+    return lambda a, b: operation(a % 2**32, b % 2**32)
+
+
+_COMPARISONS = "lt", "le", "gt", "ge", "eq", "ne"
 _OPERATIONS: dict[str, _Operation] = {
     "sadd": _wrapped(operator.add),
     "ssub": _wrapped(operator.sub),
@@ -48,15 +54,11 @@ _OPERATIONS: dict[str, _Operation] = {
     "sshll": _wrapped(lambda value, by: value << (by & 31)),
     "sshrl": _wrapped(lambda value, by: value % 2**32 >> (by & 31)),
     "sshra": _wrapped(lambda value, by: value >> (by & 31)),
-    "smin": lambda a, b: min(a % 2**32, b % 2**32),
+    "smin": _wrapped(lambda a, b: min(a % 2**32, b % 2**32)),
     "smov": lambda value: value,
     "pmov": bool,
-    "scmp.lt": operator.lt,
-    "scmp.le": operator.le,
-    "scmp.gt": operator.gt,
-    "scmp.ge": operator.ge,
-    "scmp.eq": operator.eq,
-    "scmp.ne": operator.ne,
+    **{f"scmp.{name}.s32": getattr(operator, name) for name in _COMPARISONS},
+    **{f"scmp.{name}.u32": _unsigned(getattr(operator, name)) for name in _COMPARISONS},
 }
 """Results of scalar instructions whose operands are all known; others give what is not known."""
 
@@ -170,10 +172,9 @@ def _parse(bundle: str) -> tuple[list[_Scalar], list[_Branch]]:
         if match := _BRANCH.search(text):
             branches.append(_Branch(match["region"], match["predicate"], bool(match["negated"])))
         elif match := _SCALAR.match(text):
-            form = match["form"].split(".")[1:2] if match["name"] == "scmp" else []
             operands = tuple(map(_operand, match["operands"].split(",")))
             otherwise = None if match["otherwise"] is None else _operand(match["otherwise"])
-            name = ".".join([match["name"], *form])
+            name = match["name"] + (match["form"].removesuffix(".totalorder") if match["name"] == "scmp" else "")
             scalars.append(
                 _Scalar(match["result"], name, operands, match["predicate"], bool(match["negated"]), otherwise)
             )

@@ -72,6 +72,8 @@ def devices_of(target: Target) -> list:
 
 def _of_a_step(target: Target, shapes: Shapes, *, dumps: str) -> dict:
     """The fields of `CompiledProgram` about the steps of the round that was compiled last."""
+    if shapes.block_tokens is not None:
+        return {"no_budget": f"a step is a loop over blocks of {shapes.block_tokens} tokens (numerics=batch_invariant)"}
     try:
         if target.chip.platform == "tpu":
             cycles = Schedules(dumps, target.generation).cycles

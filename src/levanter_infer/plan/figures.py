@@ -67,6 +67,8 @@ class Figures:
     """Tiles of the TPU attention, for decode and prompt chunks; empty for other attention."""
     model: dict[str, Any]
     """Sizes of a device's part of the model, for `roofline`."""
+    block_tokens: int | None = None
+    """Tokens of the blocks that a step is computed in (`Shapes.block_tokens`)."""
     windows: tuple[WindowFigures, ...] = ()
     """One for each sliding window whose layers have pages of their own."""
     states: StateFigures | None = None
@@ -108,6 +110,7 @@ def figures_of(spec: EngineSpec) -> Figures:
         max_seq_len=shapes.max_seq_len,
         num_ranks=backend.num_ranks,
         buckets=shapes.buckets,
+        block_tokens=shapes.block_tokens,
         sampled_rows=shapes.sampled_rows or shapes.max_rows,
         attention=backend.attention,
         matmul=backend.matmul,

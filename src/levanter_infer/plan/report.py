@@ -102,7 +102,7 @@ def _sections(plan: Plan, figures: Figures):
             copies = [f"{gib(size)} {op} {kind}, {n} times" for size, op, kind, n in plan.programs[0].copies]
             yield "copies of 1 MiB and more in the round (compiled)", copies or ["none"]
             if plan.programs[0].budgets:
-                title = "cycles of a step (modelled; attention, collectives and waits for HBM are not among them)"
+                title = "cycles of a step (modelled; collectives and waits for HBM are not among them)"
                 yield title, [line for budget in plan.programs[0].budgets for line in budget_lines(budget)]
             elif plan.programs[0].launches:
                 yield "launches of a step (compiled)", [launch_line(each) for each in plan.programs[0].launches]
@@ -110,6 +110,8 @@ def _sections(plan: Plan, figures: Figures):
                 yield "parts of a step", [f"not known: {plan.programs[0].no_budget}"]
     speed = plan.speed
     if speed is None:
+        blocks = f"not modelled for steps that are loops over blocks of {figures.block_tokens} tokens"
+        yield "speed", [f"{blocks} (numerics=batch_invariant); numerics=default has a model"]
         return
     step = speed.decode
     yield (
@@ -148,6 +150,9 @@ def budget_lines(budget: StepBudget) -> list[str]:
     kind = "decode and prompts" if budget.has_chunks else "decode"
     parts = (f"{name} {count / budget.total:.1%}" for name, count in budget.cycles.items() if count)
     lines = [f"{kind}, {budget.bucket} tokens, {budget.sampled}: {budget.total:,}: {', '.join(parts)}"]
+    if budget.kernels:
+        kernels = ", ".join(f"{name} {calls:,}" for name, calls in budget.kernels.items())
+        lines.append(f"  not among them, kernels whose work depends on data, calls: {kernels}")
     if budget.has_chunks or budget.sampled != "greedy":
         return lines
     expected = ", ".join(f"{name} {count:,}" for name, count in budget.expected.items())
@@ -175,6 +180,9 @@ def launch_line(launches: StepLaunches) -> str:
 
 def _collective_lines(plan: Plan, figures: Figures) -> list[str]:
     lines = []
+    if figures.block_tokens is not None:
+        found = [_collective(each) for each in plan.programs[0].collectives]
+        return found or ["none"]
     bodies = figures.model["layer_bodies"]
     per_layer = f"the {bodies} bodies of the loops over layers" if bodies > 1 else "each layer"
     for bucket in figures.buckets:

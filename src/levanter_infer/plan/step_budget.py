@@ -2,8 +2,9 @@
 
 An instruction takes the cycles of its schedule (`bundles.Schedules`). Where data decide how often a loop of it runs, as
 in gathers and scatters, it takes those that the compiler expected of it while it compiled (`estimated_cycles` in the
-text of the program); these are up to ten times as many as the schedule has for other instructions. Attention kernels
-and collectives have neither, and are counted without cycles. Waits for HBM are not known.
+text of the program); these are up to ten times as many as the schedule has for other instructions. Collectives, and
+Pallas kernels whose work depends on data, as that of attention, have neither, and are counted without cycles. Waits for
+HBM are not known.
 """
 
 import collections

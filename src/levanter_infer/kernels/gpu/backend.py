@@ -36,6 +36,7 @@ class GpuBackend(XlaBackend):
     home = GPU
     kernels = frozenset({Work.MATMUL, Work.ATTENTION})
     fuses = frozenset(Fuse)
+    has_library = True
 
     @classmethod
     def refusal(cls, task: Task) -> str | None:

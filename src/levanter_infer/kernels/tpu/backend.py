@@ -63,6 +63,10 @@ class TpuBackend(XlaBackend):
             return f"{task.stored} are {task.dtype}, which the kernel does not take"
         return None
 
+    def why_not_invariant(self, task: Task) -> str | None:
+        """Attention takes one path: decode tokens are prompt chunks of one token."""
+        return None
+
     def configured(self, **options) -> "TpuBackend":
         names = {"tiles": "tiles", "rows_apart": "is_apart"}
         return dataclasses.replace(self, **{names[name]: value for name, value in options.items() if name in names})

@@ -58,7 +58,7 @@ def decode_attention(call: AttentionCall, tile: Tile, operand: jnp.dtype, *, int
     q = pool.pack_queries(call.q.astype(operand))
     q = jnp.pad(q, ((0, 0), (0, 0), (0, rows - q_rows), (0, 0), (0, 0))).swapaxes(2, 3)
     q = q.reshape(num_tokens, groups * pool.lane_tiles, rows, LANES)
-    out = run_kernel(attend_decode, call, sizes, Inputs.of(call, q, by_group), interpret=interpret)
+    out = run_kernel(attend_decode, call, sizes, Inputs.of(call, sizes, q, by_group), interpret=interpret)
     out = out.reshape(num_tokens, groups, pool.value_tiles, rows, LANES).swapaxes(2, 3)[:, :, :q_rows]
     return pool.unpack_outputs(out.reshape(num_tokens, groups, q_rows, pool.value_tiles * LANES))
 

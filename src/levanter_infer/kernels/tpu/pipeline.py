@@ -101,11 +101,11 @@ class Inputs(NamedTuple):
     """ALiBi's, in the same shape; None for none."""
 
     @staticmethod
-    def of(call: AttentionCall, q: Array, per_head: Callable[[Array], Array]) -> "Inputs":
+    def of(call: AttentionCall, sizes: Sizes, q: Array, per_head: Callable[[Array], Array]) -> "Inputs":
         """The arrays of a call. Args: per_head: [Hq] -> the shape of `sinks`."""
         sinks, slopes = call.sinks, call.rules.alibi_slopes
         return Inputs(
-            page_ids=page_id_chunks(call.page_indices),
+            page_ids=page_id_chunks(call.page_indices, num_id_chunks(call, sizes)),
             kv=call.kv_pages.reshape(-1, *call.kv_pages.shape[2:]),
             q=q,
             sinks=None if sinks is None else per_head(sinks * jnp.float32(LOG2_E)),
@@ -142,15 +142,20 @@ def _part_and_share(step, shares: int) -> tuple[Any, Any]:
     return (step, jnp.int32(0)) if shares == 1 else (_div(step, shares), _rem(step, shares))
 
 
-def page_id_chunks(page_indices: Array) -> Array:
+def num_id_chunks(call: AttentionCall, sizes: Sizes) -> int:
+    """Chunks of 128 page ids per row of the page table, those of whole work items."""
+    items = -(-call.page_indices.shape[1] // max(LANES, sizes.tile.pages))
+    return items * sizes.id_chunks
+
+
+def page_id_chunks(page_indices: Array, chunks: int) -> Array:
     """The page table in chunks that can be copied one by one: [R, max_pages] -> [R * chunks, 1, 128]."""
     num_rows, max_pages = page_indices.shape
-    chunks = -(-max_pages // LANES)
     padded = jnp.pad(page_indices, ((0, 0), (0, chunks * LANES - max_pages)))
     return padded.reshape(num_rows * chunks, 1, LANES)
 
 
-def scalars(call: AttentionCall) -> Array:
+def scalars(call: AttentionCall, sizes: Sizes) -> Array:
     """i32[len(Scalar)].
 
     Everything that depends on the sizes of the pool and of the page table is data: kernels with the same tiles are the
@@ -162,7 +167,7 @@ def scalars(call: AttentionCall) -> Array:
         Scalar.NUM_SEQS: call.num_seqs,
         Scalar.WINDOW: jnp.int32(0) if window is None else window,
         Scalar.LAYER_PAGES: jnp.int32(num_pages),
-        Scalar.ID_CHUNKS: jnp.int32(-(-call.page_indices.shape[1] // LANES)),
+        Scalar.ID_CHUNKS: jnp.int32(num_id_chunks(call, sizes)),
         Scalar.LAST_ROW: jnp.int32(call.num_rows - 1),
     }
     return jnp.stack([values[entry] for entry in Scalar])
@@ -190,7 +195,7 @@ def run_kernel(
         interpret: as `pallas_call` takes it.
     Returns: the output, of the shape of `inputs.q` but for its tiles of 128 lanes, which are those of values.
     """
-    rows = Rows(call.seq_lens, call.cu_q_lens, scalars(call), has_unmapped_page(call), q_starts)
+    rows = Rows(call.seq_lens, call.cu_q_lens, scalars(call, sizes), has_unmapped_page(call), q_starts)
     hbm = pl.BlockSpec(memory_space=pl.ANY)
     shares = sizes.tile.row_shares
 

@@ -77,7 +77,7 @@ def prefill_attention(
     if not interpret:
         # Else XLA may put them in VMEM, where a copy is a loop of loads and stores.
         q = pltpu.with_memory_space_constraint(q, memory_space=pltpu.HBM)
-    out = run_kernel(attend_prefill, call, sizes, Inputs.of(call, q, by_column), q_starts, interpret=interpret)
+    out = run_kernel(attend_prefill, call, sizes, Inputs.of(call, sizes, q, by_column), q_starts, interpret=interpret)
     out = out.reshape(groups, pool.value_tiles, -1, per_group, LANES).transpose(2, 0, 3, 1, 4)
     out = out.at[target].get(mode="clip")
     return pool.unpack_outputs(out.reshape(num_tokens, groups, per_group, pool.value_tiles * LANES))

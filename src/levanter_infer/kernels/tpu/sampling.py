@@ -299,8 +299,8 @@ def _candidates(logits, out, bound, *, num: int, depth: int):
     bound[...] = jnp.max(bests[-1], axis=1, keepdims=True)
 
 
-def _thresholds(values, rules, out, keys, weights, *, floor: float = -80.0):
-    peak, inverse, bound, total, most, share = (rules[:, i : i + 1] for i in range(6))
+def _thresholds(values, rules, out, keys, weights):
+    peak, inverse, floor, bound, total, most, share = (rules[:, i : i + 1] for i in range(7))
     wants_k, wants_p = most > 0, share < 1
 
     def largest(is_wanted: Array, target: Array, added: Callable[[Array], Array]) -> Array:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from levanter_infer.kernels import int8, scopes
-from levanter_infer.kernels.backend import Backend, Task
+from levanter_infer.kernels.backend import Backend, Task, Work
 from levanter_infer.kernels.call import AttentionCall, GroupedCall, KvWrite, LinearCall, PoolShape, check_pool, checked
 from levanter_infer.kernels.loops import run_if
 from levanter_infer.kernels.rules import decode_bits
@@ -60,10 +60,10 @@ class XlaBackend(Backend):
         return self.block_size if self.is_apart else None
 
     def why_not_invariant(self, task: Task) -> str | None:
-        """In blocks of one size every row goes through the same instructions, and where these are those of a TPU a row
-        has the same bits at any place of a block."""
+        """In blocks of one size every row of a matmul goes through the same instructions, and where these are those of
+        a TPU a row has the same bits at any index of a block."""
         if self.platform.name == "tpu":
-            return None
+            return None if task.work is Work.MATMUL else "it computes decode tokens and prompt chunks in other shapes"
         if self.platform.name == "gpu":
             return "its libraries may sum a row of a matmul in an order that depends on the row's index in a block"
         return super().why_not_invariant(task)

@@ -34,7 +34,8 @@ class Workers {
   }
 
   // Calls `work(i)` for i in 0 … count - 1, in any order, on the caller and up to `threads` - 1 workers, and returns
-  // when all have returned. A thread is given ascending i, most of them without gaps. While another thread's call
+  // when all have returned. A thread is given the i of its own range first, ascending, and then of what
+  // others have left. While another thread's call
   // occupies the workers, the caller does all of the work.
   template <class Work>
   void run(int64_t threads, int64_t count, const Work& work) {
