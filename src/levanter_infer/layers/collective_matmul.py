@@ -37,6 +37,8 @@ def gathered(
         norm: factors f32[in] and epsilon of an RMSNorm; None: there is none.
     """
     size = x.shape[1]
+    # As matrices: XLA copies a part of the inputs of weights with more axes, instead of reading it in the matmul.
+    matrices = [weight.reshape(num, -1) for weight, num in zip(weights, num_outs, strict=True)]
     totals: list[Array] = []
     squares = jnp.zeros((x.shape[0], 1), jnp.float32)
 
@@ -47,7 +49,7 @@ def gathered(
             wide = columns.astype(jnp.float32)
             squares = squares + jnp.sum(wide * wide, axis=1, keepdims=True)
             columns = (wide * _chunk(norm[0], part, size, 0)[None]).astype(columns.dtype)
-        chunks = [_chunk(weight, part, size, weight.ndim - 1) for weight in weights]
+        chunks = [_chunk(matrix, part, size, 1) for matrix in matrices]
         found = backend.linear(LinearCall(columns, chunks, num_outs))
         totals = found if not totals else [total + y for total, y in zip(totals, found, strict=True)]
 
