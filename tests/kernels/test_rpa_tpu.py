@@ -59,6 +59,7 @@ def test_a_small_mixed_batch_equals_dense():
     check(make_ragged(sizes, [(1, 300), (7, 140), (1, 3), (20, 290)]), tiles=small_tiles(sizes, tokens=256))
 
 
+@pytest.mark.slow
 def test_a_kv_block_of_more_pages_than_the_page_table_has_equals_dense():
     """256 pages of 8, whose ids are copied in two parts, of a table with 12."""
     sizes = Sizes(4, 2, 64, 8, tokens=16, rows=3, max_pages=12)
@@ -97,6 +98,7 @@ def test_rows_that_cores_share_equal_dense(sizes, monkeypatch):
     check(make_ragged(sizes, [(1, 140), (7, 9), (1, 3), (20, 150)]), tiles=tiles)
 
 
+@pytest.mark.slow
 def test_int8_that_is_converted_by_shifts_equals_dense(monkeypatch):
     """As on v4: the keys of a block have another order."""
     monkeypatch.setattr("levanter_infer.kernels.tpu.decode.shifts_words", lambda: True)
