@@ -8,21 +8,21 @@ targets and sequences are replaced; without `--out` nothing is written.
 """
 
 import argparse
-import csv
 import importlib.metadata
 import json
 import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT / "src")]
+sys.path[:0] = [str(ROOT), str(ROOT / "src")]
+
+from scripts.csv_lines import replace_lines  # noqa: E402
 
 from levanter_infer.plan.compiled import NoCompiler, compile_programs  # noqa: E402
 from levanter_infer.plan.launches import PARTS  # noqa: E402
 from levanter_infer.plan.report import launch_line  # noqa: E402
 from levanter_infer.plan.spec import EngineSpec  # noqa: E402
 
-ENGINE = ("target", "model", "seqs")
 KEYS = ("target", "model", "seqs", "tokens", "step", "sampled")
 COUNTS = ("layer_kernels", "host_launches", "host_conditions", "graph_conditions")
 FIELDS: tuple[str, ...] = (*KEYS, "total", *PARTS, *COUNTS, "workspace MiB", "jaxlib")
@@ -45,7 +45,7 @@ def main() -> int:
             rows = launches(target, seqs, arguments.model, shape)
             failed += not rows
             if arguments.out is not None:
-                write(Path(arguments.out), rows)
+                replace_lines(Path(arguments.out), FIELDS, rows)
     return 1 if failed else 0
 
 
@@ -68,19 +68,6 @@ def launches(target: str, seqs: int, model: str, shape: dict) -> list[dict]:
         rows.append(known)
         print(f"{target}, {seqs} sequences: {launch_line(each)}", flush=True)
     return rows
-
-
-def write(path: Path, rows: list[dict]) -> None:
-    """Replace the lines of the same engines."""
-    new = {tuple(str(row[key]) for key in ENGINE) for row in rows}
-    kept = []
-    if path.exists():
-        with path.open(newline="") as file:
-            kept = [row for row in csv.DictReader(file) if tuple(row[key] for key in ENGINE) not in new]
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, FIELDS)
-        writer.writeheader()
-        writer.writerows([*kept, *rows])
 
 
 if __name__ == "__main__":

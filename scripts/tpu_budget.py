@@ -8,14 +8,15 @@ sequences and of 16 for more, and steps of at most 512 tokens. Counts are estima
 """
 
 import argparse
-import csv
 import importlib.metadata
 import json
 import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT / "src")]
+sys.path[:0] = [str(ROOT), str(ROOT / "src")]
+
+from scripts.csv_lines import replace_lines  # noqa: E402
 
 from levanter_infer.plan.compiled import compile_programs  # noqa: E402
 from levanter_infer.plan.report import budget_lines  # noqa: E402
@@ -23,7 +24,6 @@ from levanter_infer.plan.spec import EngineSpec  # noqa: E402
 from levanter_infer.plan.step_budget import PARTS  # noqa: E402
 from levanter_infer.plan.targets import parse_target  # noqa: E402
 
-ENGINE = ("target", "model", "seqs")
 KEYS = ("target", "model", "seqs", "page", "tokens", "step", "sampled")
 FIELDS: tuple[str, ...] = (*KEYS, "total", *PARTS, "libtpu")
 
@@ -41,7 +41,7 @@ def main() -> int:
         for seqs in map(int, arguments.seqs.split(",")):
             rows = budgets(target, seqs, arguments.model, shape)
             failed += not rows
-            write(Path(arguments.out), rows)
+            replace_lines(Path(arguments.out), FIELDS, rows)
     return 1 if failed else 0
 
 
@@ -63,19 +63,6 @@ def budgets(target: str, seqs: int, model: str, shape: dict) -> list[dict]:
         rows.append(known | {"total": each.total, **each.cycles, "libtpu": importlib.metadata.version("libtpu")})
         print(f"{target}, {seqs} sequences:", *budget_lines(each), sep="\n  ", flush=True)
     return rows
-
-
-def write(path: Path, rows: list[dict]) -> None:
-    """Replace the lines of the same engines."""
-    new = {tuple(str(row[key]) for key in ENGINE) for row in rows}
-    kept = []
-    if path.exists():
-        with path.open(newline="") as file:
-            kept = [row for row in csv.DictReader(file) if tuple(row[key] for key in ENGINE) not in new]
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, FIELDS)
-        writer.writeheader()
-        writer.writerows([*kept, *rows])
 
 
 if __name__ == "__main__":

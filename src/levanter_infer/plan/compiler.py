@@ -22,7 +22,8 @@ from levanter_infer.plan.spec import EngineSpec
 from levanter_infer.plan.step_budget import step_budgets
 from levanter_infer.plan.targets import Target
 from levanter_infer.runtime import gpu_compiler
-from levanter_infer.runtime.libtpu import estimate_options, read_estimates, read_hlo, topology_options
+from levanter_infer.runtime.dumps import dump_options
+from levanter_infer.runtime.libtpu import read_estimates, read_hlo, topology_options
 
 _LOWERED = {"gpu": "cuda"}
 """JAX's names of platforms for lowering, where they are others."""
@@ -92,7 +93,7 @@ def _compile(program: Program, arguments: tuple, mesh: Mesh, target: Target, *, 
     """The fields of `CompiledProgram`."""
     everywhere = NamedSharding(mesh, PartitionSpec())
     is_tpu = target.chip.platform == "tpu"
-    dumped = {"tpu": estimate_options, "gpu": gpu_compiler.dump_options}.get(target.chip.platform, lambda _: {})
+    options = {} if target.chip.platform == "cpu" else dump_options(dumps)
 
     def with_sharding(leaf):
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=getattr(leaf, "sharding", None) or everywhere)
@@ -103,7 +104,7 @@ def _compile(program: Program, arguments: tuple, mesh: Mesh, target: Target, *, 
             arguments = jax.tree.map(with_sharding, arguments)
             lowered = program.lower(*arguments, platform=_LOWERED.get(target.chip.platform, target.chip.platform))
             traced = time.perf_counter()
-            compiled = program.compile_lowered(lowered, **dumped(dumps))
+            compiled = program.compile_lowered(lowered, **options)
     except Exception as error:  # the compiler's error is the result
         return {"error": f"{type(error).__name__}: {error}"[:20_000]}
     end = time.perf_counter()

@@ -7,6 +7,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
+from levanter_infer.runtime.dumps import last_written
+
 NEEDS = "jax-cuda12-plugin and jax-cuda12-pjrt of jax's version, and nvidia-cuda-nvcc-cu12"
 """Packages; none of them needs a GPU."""
 DRIVER = "12.8.0"
@@ -104,26 +106,14 @@ class Written(NamedTuple):
     """The optimised program."""
 
 
-def dump_options(directory: str) -> dict[str, str | bool]:
-    """Compiler options that write what `read_written` reads into a directory."""
-    return {"xla_dump_to": directory, "xla_dump_hlo_as_text": True}
-
-
 def read_written(directory: str, name: str) -> Written:
-    """What was written last about the program `name` with `dump_options`.
+    """What was written last about the program `name` with `dumps.dump_options`.
 
     Raises: FileNotFoundError if a text is missing, as with another version of the compiler.
     """
 
-    def last(ending: str) -> str:
-        found = list(Path(directory).glob(f"*.{name}.{ending}"))
-        if not found:
-            raise FileNotFoundError(f"the compiler wrote no {ending} of {name} into {directory}")
-        return max(found, key=lambda path: path.stat().st_mtime_ns).read_text()
-
-    return Written(
-        last("thunk_sequence_after_thunk_passes.txt"), last("thunk_metadata.txt"), last("*gpu_after_optimizations.txt")
-    )
+    endings = "thunk_sequence_after_thunk_passes.txt", "thunk_metadata.txt", "*gpu_after_optimizations.txt"
+    return Written(*(last_written(directory, f"*.{name}.{ending}") for ending in endings))
 
 
 def _ptxas() -> Path | None:

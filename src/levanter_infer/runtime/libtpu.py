@@ -2,7 +2,8 @@
 
 import os
 import re
-from pathlib import Path
+
+from levanter_infer.runtime.dumps import last_written
 
 TARGETS = {
     "v4": ("v4:2x2x1", "v4-8"),
@@ -60,24 +61,12 @@ def read_hlo(directory: str) -> str:
 
     Raises: FileNotFoundError if there is none.
     """
-    return _last_written(directory, "*-TLP-hlo.txt")
-
-
-def estimate_options(directory: str) -> dict[str, str | bool]:
-    """Compiler options that write the program with estimated cycles into a directory, for `read_estimates`."""
-    return {"xla_dump_to": directory, "xla_dump_hlo_as_text": True}
+    return last_written(directory, "*-TLP-hlo.txt")
 
 
 def read_estimates(directory: str) -> str:
-    """The last program that was written there with `estimate_options`. Raises: FileNotFoundError if there is none."""
-    return _last_written(directory, "*.after_codegen.txt")
-
-
-def _last_written(directory: str, pattern: str) -> str:
-    written = list(Path(directory).glob(pattern))
-    if not written:
-        raise FileNotFoundError(f"libtpu wrote no HLO into {directory}")
-    return max(written, key=lambda path: path.stat().st_mtime_ns).read_text()
+    """The last program that was written there with `dumps.dump_options`. Raises: FileNotFoundError if there is none."""
+    return last_written(directory, "*.after_codegen.txt")
 
 
 def short_of(error: str) -> tuple[str, float, float] | None:
