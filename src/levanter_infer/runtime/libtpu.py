@@ -2,8 +2,12 @@
 
 import os
 import re
+from typing import TYPE_CHECKING
 
 from levanter_infer.runtime.dumps import last_written
+
+if TYPE_CHECKING:
+    import jax
 
 TARGETS = {
     "v4": ("v4:2x2x1", "v4-8"),
@@ -33,9 +37,17 @@ def compiler_environment(generation: str) -> dict[str, str]:
     }
 
 
+def topology_devices(topology: str) -> "list[jax.Device]":
+    """Devices of a topology such as v4:2x2x1 to compile for, one for each chip, in a process with
+    `compiler_environment`."""
+    from jax.experimental import topologies
+
+    return list(topologies.get_topology_desc(topology, "tpu", **topology_options(topology)).devices)
+
+
 def topology_options(topology: str) -> dict[str, str]:
-    """Options of `jax.experimental.topologies.get_topology_desc` with which a chip is one device, as on a machine. A v4
-    has one for each of its two cores otherwise."""
+    """Options of a topology with which a chip is one device, as on a machine. A v4 has one for each of its two cores
+    otherwise."""
     return {"chip_config_name": "megacore"} if topology.startswith("v4:") else {}
 
 
