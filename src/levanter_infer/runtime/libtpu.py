@@ -2,12 +2,8 @@
 
 import os
 import re
-from typing import TYPE_CHECKING
 
 from levanter_infer.runtime.dumps import last_written
-
-if TYPE_CHECKING:
-    import jax
 
 TARGETS = {
     "v4": ("v4:2x2x1", "v4-8"),
@@ -37,8 +33,8 @@ def compiler_environment(generation: str) -> dict[str, str]:
     }
 
 
-def topology_devices(topology: str) -> "list[jax.Device]":
-    """Devices of a topology such as v4:2x2x1 to compile for, one for each chip, in a process with
+def topology_devices(topology: str) -> list:
+    """The `jax.Device`s of a topology such as v4:2x2x1 to compile for, one for each chip, in a process with
     `compiler_environment`."""
     from jax.experimental import topologies
 
