@@ -3,15 +3,28 @@
 Names, metadata, memory spaces and the compiler's estimates are left out, and integers count as data: what remains of an
 instruction is its operation, the types and layouts of its results and operands, its windows (the tiles that the
 compiler has chosen), what it calls, and the instructions that its float operands come from.
+
+    python scripts/tpu_schedule.py scripts/tpu_builders.py:program --topology v5e:2x2 --mesh model=4 --no-schedules \\
+        --keep DIRECTORY numerics=batch_invariant seqs=256 page=16 tokens=512
+    python scripts/tpu/float_code.py DIRECTORY OTHER
+
+compares the blocks of two engines, which have been compiled so.
 """
 
+import argparse
 import collections
 import functools
 import hashlib
 import re
+import sys
+from pathlib import Path
 
-from levanter_infer.kernels import scopes
-from levanter_infer.plan.hlo import computations, operation_of, scopes_of
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "src")]
+
+from levanter_infer.kernels import scopes  # noqa: E402
+from levanter_infer.plan.hlo import computations, operation_of, scopes_of  # noqa: E402
+from levanter_infer.runtime.libtpu import read_hlo  # noqa: E402
 
 _INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?([\w.\-]+) = (.*)$")
 _BODY = re.compile(r"body=%?([\w.\-]+)")
@@ -102,3 +115,22 @@ class _Program:
 def block_code(hlo: str, size: int) -> collections.Counter[str]:
     """`float_code` of the forward of a block and of the head of one."""
     return float_code(hlo, scopes.forward(size)) + float_code(hlo, scopes.head(size))
+
+
+def main() -> int:
+    """Returns: the exit status: 1 if the blocks differ."""
+    parser = argparse.ArgumentParser(description="Compare the float instructions of the blocks of two programs.")
+    parser.add_argument("directories", nargs=2, help="of tpu_schedule.py --keep")
+    parser.add_argument("--size", type=int, default=256, help="tokens of a block")
+    arguments = parser.parse_args()
+    texts = [read_hlo(directory) for directory in arguments.directories]
+    one, other = (block_code(text, arguments.size) for text in texts)
+    for directory, code, text in zip(arguments.directories, (one, other), texts, strict=True):
+        print(f"{directory}: {code.total()} instructions, {len(added_floats(text))} collectives that add floats")
+    for sign, found in (("-", one - other), ("+", other - one)):
+        print(*(f"{sign} {count} x {line}" for line, count in sorted(found.items())), sep="\n")
+    return int(one != other)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

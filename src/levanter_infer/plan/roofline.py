@@ -262,6 +262,8 @@ def _assumptions(figures: Figures, chip: Chip, workload: Workload, is_compiled: 
         "sequences are in the middle of their generation in the mean; prompts fill steps of their own",
         "the host's work is hidden behind the device's",
     ]
+    if figures.block_tokens is not None:
+        lines.append("attention takes as long as its reads; in blocks its kernels may take longer (docs/numerics.md)")
     if figures.model["experts"]:
         lines.append("experts are chosen evenly and independently")
     if figures.model["parts"] > 1:
