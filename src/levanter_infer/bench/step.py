@@ -115,12 +115,12 @@ def measure(
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """What a decode step has to read and compute."""
+    """Bytes that a decode step has to read, and its floating-point operations."""
 
     weights_bytes: int
     kv_bytes: int
     flops: int
-    """Of the matmuls with weights."""
+    """Floating-point operations of the matmuls with weights."""
 
     @classmethod
     def of(cls, model, sizes: dict[str, int], dtype: str, batch: int, context: int) -> "Work":
@@ -152,7 +152,7 @@ def profiled(engine: InferenceEngine, call: Callable[[int], float], steps: int) 
 
 
 def _traced(call: Callable[[], float]) -> tuple[float, list[tuple[str, float]]]:
-    """What a call under the profiler returns, and the names and milliseconds of XLA's events in it."""
+    """The result of a call under the profiler, and the names and milliseconds of XLA's events in it."""
     options = ProfileOptions()
     options.python_tracer_level = 0
     with tempfile.TemporaryDirectory() as folder:
