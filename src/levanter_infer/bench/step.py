@@ -1,6 +1,6 @@
 """One decode step beside the limits of memory and arithmetic, and where its time goes; of the C++ kernels for CPUs.
 
-The step is the difference between the calls of two lengths, as in `throughput`, with prompts that the prefix cache holds:
+The step is the difference between the calls of two lengths, as in `throughput`, with prompts in the prefix cache:
 what they take varies by less than a step, also with 128k tokens. The bound is the time to read all weights, and the
 keys and values of all sequences, or to multiply with the weights, at rates that are measured in turn with the calls
 (`bench/limits.py`). The parts are of one more pair of calls under JAX's profiler, by XLA's own events:
