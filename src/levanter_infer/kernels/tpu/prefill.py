@@ -173,7 +173,7 @@ class _Keys(NamedTuple):
 
     item: Array
     slot: Array
-    """Of their buffer."""
+    """Slot of their buffer."""
     first: Any
     """The first one, relative to the KV block."""
     count: int
@@ -200,7 +200,7 @@ class _Block:
         tiles = sizes.pool.lane_tiles
         self.depths = pairs(tiles) if sizes.operand.itemsize < 4 else [range(t, t + 1) for t in range(tiles)]
         self.known_scales: dict = {}
-        """Of int8, by keys, side and head, during one method."""
+        """Scales of int8 that one method has read, by keys, side and head."""
         page_size = sizes.page_size
         is_whole = sizes.tokens % CHUNK == 0 and (CHUNK % page_size == 0 or page_size % CHUNK == 0)
         self.chunk = CHUNK if is_whole else sizes.tokens
