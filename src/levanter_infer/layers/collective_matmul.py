@@ -94,7 +94,7 @@ def scattered(x: Array, weight: Array, ring: ShardAxis, backend: Backend) -> Arr
     size, here, half = weight.shape[0] // ring.parts, ring.index, ring.parts // 2
 
     def of(distance: int) -> Array:
-        """What this device contributes to the columns of another."""
+        """This device's summand of the columns of another."""
         (y,) = backend.linear(LinearCall(x, [_chunk(weight, _at(here, distance, ring), size, 0)], [size]))
         return y
 
