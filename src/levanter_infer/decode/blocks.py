@@ -51,7 +51,7 @@ def forward_in_blocks(compute: Callable, whole: PageBatchInfo, carry: tuple, sha
 
 
 def _of_several_blocks(whole: PageBatchInfo, size: int) -> PageBatchInfo:
-    """`whole` with room for the tokens of two blocks or more. All tokens of one block would not change in the loop over
+    """`whole` with arrays for the tokens of two blocks or more. All tokens of one block would not change in the loop over
     blocks, so that XLA would move what is computed from them alone, the first layer's matmuls among it, in front of the
     loop, and compile it otherwise than in engines whose steps have several blocks."""
 
