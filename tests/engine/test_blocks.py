@@ -96,7 +96,7 @@ def loop_of_blocks(max_step_tokens: int) -> collections.Counter[str]:
     """Float instructions in the loop over blocks of steps of so many tokens, where a layer without a state, as the
     first, is followed by one with a state."""
     shapes = chosen("tpu", max_step_tokens=max_step_tokens)[1]
-    (tokens,), rows, width = shapes.buckets, shapes.max_rows, 8
+    (tokens,), (block,), rows, width = shapes.buckets, shapes.forward_tokens, shapes.max_rows, 8
 
     def zeros(axis: str, size: int) -> NamedArray:
         return NamedArray(jnp.zeros(size, jnp.int32), (Axis(axis, size),))
@@ -122,7 +122,7 @@ def loop_of_blocks(max_step_tokens: int) -> collections.Counter[str]:
     )
     square = jnp.ones((width, width))
     hlo = jax.jit(forward).lower(whole, square, square, square).compile().as_text()
-    return float_code(hlo, scopes.forward(shapes.block_tokens))
+    return float_code(hlo, scopes.forward(block))
 
 
 def test_steps_of_one_block_and_of_several_have_the_same_code(optimized):

@@ -53,9 +53,9 @@ def forward_in_blocks(compute: Callable, whole: PageBatchInfo, carry: tuple, sha
 def _of_several_blocks(whole: PageBatchInfo, size: int) -> PageBatchInfo:
     """`whole` with arrays for the tokens of two blocks or more.
 
-    The tokens of a single block would be the same in every trip of the loop over blocks. XLA would move what is computed
-    from them alone, such as the first layer's matmuls, in front of the loop, and compile it otherwise than in engines
-    whose steps have several blocks.
+    The tokens of a single block would be the same in every trip of the loop over blocks. XLA would move what is
+    computed from them alone, such as the first layer's matmuls, in front of the loop, and compile it otherwise than in
+    engines whose steps have several blocks.
     """
 
     def padded(values: NamedArray) -> NamedArray:
