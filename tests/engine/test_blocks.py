@@ -122,6 +122,7 @@ def loop_of_blocks(max_step_tokens: int) -> collections.Counter[str]:
     )
     square = jnp.ones((width, width))
     hlo = jax.jit(forward).lower(whole, square, square, square).compile().as_text()
+    assert hlo is not None
     return float_code(hlo, scopes.forward(block))
 
 
