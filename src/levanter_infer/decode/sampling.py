@@ -22,19 +22,17 @@ import jax.numpy as jnp
 from jax import Array
 
 from levanter_infer.cache.arrays import gather, scatter, scatter_add
-from levanter_infer.decode.sampling_draw import draw, draw_by_kernels, num_words, random_words, row_sums
+from levanter_infer.decode.sampling_draw import draw, draw_by_kernels, draw_rows, num_words, random_words, row_sums
 from levanter_infer.decode.sampling_filters import filter_thresholds, thresholds_by_kernels
 from levanter_infer.decode.sampling_table import SamplingTable as SamplingTable
 from levanter_infer.decode.sampling_table import stop_match as stop_match
 from levanter_infer.kernels import scopes
-from levanter_infer.kernels.backend import Backend, SamplingKernels
+from levanter_infer.kernels.backend import MIN_EXPONENT, Backend, DrawRules, RowKernels, SamplingKernels
 from levanter_infer.kernels.loops import run_if
 from levanter_infer.layers.shard_axis import Vocabulary
 
 GREEDY_TEMPERATURE = 1e-5
 """Temperatures below this one are greedy: argmax, lowest id on ties."""
-_MIN_EXPONENT = -80.0
-"""Tokens e^80 times less likely than the likeliest one have probability 0, which keeps weights out of the denormals."""
 _HISTORY_CHUNK, _PENALISED_ROWS = 1024, 32
 
 
@@ -158,13 +156,13 @@ def sample(
         with jax.named_scope(scopes.DRAWN):
             drawn, drawn_logprobs = jax.lax.cond(
                 jnp.any(~greedy & used),
-                lambda: _draw_tokens(z, peak, column, history.positions, greedy, vocab, kernels, num_rows),
+                lambda: _draw_tokens(z, peak, column, history.positions, greedy, vocab, kernels, num_rows, used),
                 lambda: (jnp.zeros_like(history.positions), jnp.zeros_like(peak)),
             )
         return jnp.where(greedy, best, drawn), jnp.where(greedy, 0, drawn_logprobs), jnp.isfinite(peak)
 
     def process_and_choose():
-        penalise = apply_penalties if kernels is None else _penalise_by_chunks
+        penalise = _penalise_by_chunks if isinstance(kernels, SamplingKernels) else apply_penalties
         z = run_if(jnp.any(biased), lambda z: as_read(add_bias(z, column, vocab)), as_read(logits))
         z = run_if(jnp.any(penalised), lambda z: as_read(penalise(z, column, history, vocab, penalised)), z)
         z = as_read(run_if(jnp.any(banned), lambda z: as_read(_ban_stops(z, column, banned, vocab)), z))
@@ -342,12 +340,13 @@ def _draw_tokens(
     positions: Array,
     greedy: Array,
     vocab: Vocabulary,
-    kernels: SamplingKernels | None,
+    kernels: SamplingKernels | RowKernels | None,
     num_rows: Array,
+    used: Array,
 ):
     """Temperature, filters and the draw. Returns: tokens i32[row] and their log probabilities f32[row]."""
     inverse = jnp.where(greedy, 1, 1 / jnp.where(greedy, 1, column["temperature"]))
-    floor = jnp.maximum(jnp.minimum(jnp.log(column["min_p"]), 0), _MIN_EXPONENT)
+    floor = jnp.maximum(jnp.minimum(jnp.log(column["min_p"]), 0), MIN_EXPONENT)
 
     def exponents(z):
         return (z - peak[:, None]) * inverse[:, None]
@@ -360,13 +359,21 @@ def _draw_tokens(
     off = greedy | ~jnp.isfinite(peak)
     top_k = jnp.where(off | (column["top_k"] == 0), vocab.size, jnp.minimum(column["top_k"], vocab.size))
     top_p = jnp.where(off, 1, column["top_p"])
+    words = random_words(column["seed"], column["sample_index"], positions, num_words(vocab.size))
+    if isinstance(kernels, RowKernels):
+        drawn = used & ~greedy & jnp.isfinite(peak)
+        is_k, is_p = drawn & (top_k < vocab.size), drawn & (top_p < 1)
+        rules = DrawRules(
+            peak, inverse, floor, jnp.where(is_k, top_k, 0), jnp.where(is_p, top_p, 1), drawn.astype(jnp.int32)
+        )
+        return draw_rows(kernels, logits, rules, kernels.thresholds(logits, rules), words)
     everything = jnp.full_like(peak, -jnp.inf)
 
     def terms(threshold: Array, floor: Array) -> Array:
         return jnp.stack([peak, inverse, threshold, floor], axis=1)
 
     def thresholds():
-        lightest = jnp.full_like(peak, _MIN_EXPONENT)
+        lightest = jnp.full_like(peak, MIN_EXPONENT)
         if kernels is not None:
             own = terms(everything, lightest)
             return thresholds_by_kernels(kernels, logits, own, top_k, top_p, vocab, num_rows)
@@ -377,8 +384,6 @@ def _draw_tokens(
 
     def at(ids):
         return vocab.at(logits if kernels is None else kernels.as_read(logits), ids, -jnp.inf)
-
-    words = random_words(column["seed"], column["sample_index"], positions, num_words(vocab.size))
 
     if kernels is not None:
 

@@ -10,7 +10,7 @@ from jax import Array
 
 from levanter_infer.kernels.backend import Fuse, Platform, Task, Work
 from levanter_infer.kernels.call import AttentionCall, GroupedCall, KvWrite, LinearCall
-from levanter_infer.kernels.gpu import attention, linear, plt
+from levanter_infer.kernels.gpu import attention, linear, plt, sampling
 from levanter_infer.kernels.gpu.kv_write import rotate_and_write
 from levanter_infer.kernels.gpu.logits import logit_stats
 from levanter_infer.kernels.xla.backend import XlaBackend
@@ -96,6 +96,9 @@ class GpuBackend(XlaBackend):
 
     def logit_stats(self, logits: Array, num_rows: Array) -> tuple[Array, Array, Array] | None:
         return logit_stats(logits, interpret=self.interpret)
+
+    def sampling_kernels(self, logits: Array) -> sampling.GpuSampling | None:
+        return sampling.GpuSampling(self.interpret) if sampling.supports(logits) else None
 
     def write_kv(self, pool: Array, write: KvWrite) -> tuple[Array | None, Array]:
         """Norms, rotation and write in one launch."""
