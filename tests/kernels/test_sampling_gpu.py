@@ -1,4 +1,4 @@
-"""Sampling's kernels for a GPU, in Pallas' interpreter or, where there is a GPU, on it, beside XLA's code and a sort."""
+"""Sampling's kernels for a GPU, interpreted or, where there is a GPU, on it, beside XLA's code and a sort."""
 
 import dataclasses
 import functools
@@ -11,11 +11,20 @@ import pytest
 from levanter_infer.decode import sampling_draw
 from levanter_infer.decode.sampling import History, LogitStats, sample
 from levanter_infer.engine.params import SamplingParams
-from levanter_infer.kernels.backend import DrawRules, RowKernels
+from levanter_infer.kernels.backend import DrawKey, DrawRules, RowKernels
 from levanter_infer.kernels.gpu import sampling as kernels
 from levanter_infer.kernels.registry import make_backend
 from tests.decode.sampling_oracle import table_of
-from tests.kernels.test_sampling_tpu import CASES, PARAMS, ROWS, VOCAB, hard_logits, kept_by_sorting, terms_of, weights_of
+from tests.kernels.test_sampling_tpu import (
+    CASES,
+    PARAMS,
+    ROWS,
+    VOCAB,
+    hard_logits,
+    kept_by_sorting,
+    terms_of,
+    weights_of,
+)
 
 pytestmark = pytest.mark.usefixtures("optimized")  # bits of what users run
 
@@ -71,21 +80,21 @@ def test_draws_are_those_of_the_tree(vocab):
     terms[3, 2] = 0.25
     draws = np.ones(ROWS)
     draws[5] = 0
-    words = jnp.asarray(RNG.integers(2**32, size=(ROWS, sampling_draw.num_words(vocab)), dtype=np.uint32))
+    seeds = jnp.asarray(RNG.integers(2**32, size=(ROWS, 2), dtype=np.uint32))
+    key = DrawKey(seeds, jnp.arange(ROWS, dtype=jnp.int32), jnp.arange(ROWS, dtype=jnp.int32) * 1000)
+    words = sampling_draw.random_words(*key, sampling_draw.num_words(vocab))
     z, rules, threshold = jnp.asarray(logits), rules_of(terms, draws=draws), jnp.asarray(terms[:, 2])
 
     @jax.jit
     def by_xla(z, terms):
-        token, total = sampling_draw.draw(
-            weights_of(z, terms), lambda ids: weights_of(_at(z, ids), terms), words
-        )
+        token, total = sampling_draw.draw(weights_of(z, terms), lambda ids: weights_of(_at(z, ids), terms), words)
         exponent = (_at(z, token[:, None])[:, 0] - terms[:, 0]) * terms[:, 1]
         return token, exponent - jnp.log(total)
 
     wanted, logprobs = (np.asarray(a) for a in by_xla(z, jnp.asarray(terms)))
     own = kernels.GpuSampling(INTERPRET)
     token, logprob = (
-        np.asarray(a) for a in jax.jit(functools.partial(sampling_draw.draw_rows, own))(z, rules, threshold, words)
+        np.asarray(a) for a in jax.jit(functools.partial(sampling_draw.draw_rows, own))(z, rules, threshold, key)
     )
     drawn = draws > 0
     np.testing.assert_array_equal(token, np.where(drawn, wanted, 0))
@@ -101,9 +110,7 @@ def test_sums_have_the_bits_of_the_tree():
     logits = (RNG.normal(size=(4, VOCAB)) * 3).astype(np.float32)
     terms = terms_of(logits, 0.7)
     sizes = sampling_draw._level_sizes(VOCAB)
-    levels = kernels.sums(
-        jnp.asarray(logits), rules_of(terms), jnp.asarray(terms[:, 2]), sizes, interpret=INTERPRET
-    )
+    levels = kernels.sums(jnp.asarray(logits), rules_of(terms), jnp.asarray(terms[:, 2]), sizes, interpret=INTERPRET)
 
     @jax.jit
     def by_xla(logits, terms):

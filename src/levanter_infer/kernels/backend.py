@@ -31,6 +31,8 @@ class Fuse(enum.Enum):
     """RMSNorm of a matmul's input."""
     GATE = "gate"
     """SwiGLU's gate of a matmul's input."""
+    GATED_PAIR = "gated pair"
+    """SwiGLU's gate of the results of two matmuls of one input."""
     RESIDUAL = "residual"
     """A sum with a matmul's result."""
     ROTATION = "rotation"
@@ -73,7 +75,6 @@ class Task:
         return "weights" if self.work is Work.MATMUL else "pages"
 
 
-@runtime_checkable
 class SamplingKernels(Protocol):
     """Passes over logits f32[row, vocab], a device's part of the vocabulary, for all rows of a step together.
 
@@ -154,6 +155,17 @@ class DrawRules(NamedTuple):
     """i32[row], 1 for rows that are drawn; the results of the others are 0."""
 
 
+class DrawKey(NamedTuple):
+    """The arguments of `sampling_draw.random_words`, by which the draw of each row is random."""
+
+    seed: Any
+    """u32[row, 2], high word first."""
+    sample_index: Any
+    """i32[row]"""
+    position: Any
+    """i32[row]"""
+
+
 @runtime_checkable
 class RowKernels(Protocol):
     """Sampling of logits f32[row, vocab] of the whole vocabulary, with few launches: rows that want nothing of one are
@@ -168,14 +180,13 @@ class RowKernels(Protocol):
         ...
 
     def draw(
-        self, logits: Array, rules: DrawRules, threshold: Array, clocks: Array, sizes: Sequence[int]
+        self, logits: Array, rules: DrawRules, threshold: Array, key: DrawKey, sizes: Sequence[int]
     ) -> tuple[Array, Array]:
         """The token of each row, i32[row], and its log probability among the tokens that may be drawn, f32[row].
 
         Args:
             threshold: f32[row], the least logit of a token that may be drawn.
-            clocks: f32[row, levels * FAN], times of the choices of `sampling_draw.draw`.
-            sizes: of the levels of its tree, the tokens first.
+            sizes: of the levels of the tree of `sampling_draw.draw`, the tokens first.
         """
         ...
 

@@ -84,6 +84,9 @@ class GpuBackend(XlaBackend):
         if call.layer is not None:
             return linear.stacked_matmul(call, interpret=self.interpret)
         results = super().linear(dataclasses.replace(call, x=_prepared(call), norm=None, gate=None, residual=None))
+        if call.is_gated_pair:
+            gate, x = (each.astype(call.dtype) for each in results)
+            return [linear.gated(x, gate)]
         return results if call.residual is None else [call.residual.astype(jnp.float32) + each for each in results]
 
     def grouped_linear(self, call: GroupedCall) -> list[Array]:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.experimental import pallas as pl
 
-from levanter_infer.kernels.backend import MIN_EXPONENT, DrawRules
+from levanter_infer.kernels.backend import MIN_EXPONENT, DrawKey, DrawRules
 from levanter_infer.kernels.gpu import plt
 
 _FAN = 16
@@ -30,6 +30,7 @@ _SEARCH_CHUNK = 4096
 """Logits that a search over the vocabulary reads at once."""
 _PASS_BITS, _KEY_BITS, _SIGN = 2, 32, -(2**31)
 _INFINITY = float("inf")
+_THREEFRY_TURNS, _THREEFRY_PARITY = ((13, 15, 26, 6), (17, 29, 16, 24)), 0x1BD11BDA
 
 
 @dataclass(frozen=True)
@@ -45,9 +46,9 @@ class GpuSampling:
         return thresholds(logits, rules, interpret=self.interpret)
 
     def draw(
-        self, logits: Array, rules: DrawRules, threshold: Array, clocks: Array, sizes: Sequence[int]
+        self, logits: Array, rules: DrawRules, threshold: Array, key: DrawKey, sizes: Sequence[int]
     ) -> tuple[Array, Array]:
-        return draw(logits, rules, threshold, clocks, sizes, interpret=self.interpret)
+        return draw(logits, rules, threshold, key, sizes, interpret=self.interpret)
 
 
 def supports(logits: Array) -> bool:
@@ -68,13 +69,13 @@ def thresholds(logits: Array, rules: DrawRules, *, interpret: bool = False) -> A
 
 
 def draw(
-    logits: Array, rules: DrawRules, threshold: Array, clocks: Array, sizes: Sequence[int], *, interpret: bool = False
+    logits: Array, rules: DrawRules, threshold: Array, key: DrawKey, sizes: Sequence[int], *, interpret: bool = False
 ) -> tuple[Array, Array]:
     """`RowKernels.draw`: the first two levels of sums, and all else of a row in one program."""
     rows, levels = logits.shape[0], sums(logits, rules, threshold, sizes, interpret=interpret)
     outs = jax.ShapeDtypeStruct((rows,), jnp.int32), jax.ShapeDtypeStruct((rows,), jnp.float32)
     descend = functools.partial(_descend, sizes=tuple(sizes))
-    token, logprob = _call(descend, "descend", (rows,), outs, 4, interpret)(logits, rules, threshold, clocks, levels)
+    token, logprob = _call(descend, "descend", (rows,), outs, 4, interpret)(logits, rules, threshold, key, levels)
     return token, logprob
 
 
@@ -288,12 +289,41 @@ def _fold(values: Array) -> Array:
     return values.reshape(values.shape[1:])
 
 
-def _descend(logits, rules: DrawRules, threshold, clocks, levels, token_out, logprob_out, *, sizes: tuple[int, ...]):
+def _threefry(key: tuple[Array, Array], data: Array) -> tuple[Array, Array]:
+    """The two words of the block `(0, data)` of threefry2x32, which are also the key of `jax.random.fold_in`. Source:
+    Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", 2011."""
+    keys = (*key, key[0] ^ key[1] ^ jnp.uint32(_THREEFRY_PARITY))
+    first, second = jnp.broadcast_to(keys[0], data.shape), data + keys[1]
+    for group in range(5):
+        for turn in _THREEFRY_TURNS[group % 2]:
+            first = first + second
+            turned = jax.lax.shift_left(second, jnp.uint32(turn)) | jax.lax.shift_right_logical(
+                second, jnp.uint32(32 - turn)
+            )
+            second = first ^ turned
+        first = first + keys[(group + 1) % 3]
+        second = second + keys[(group + 2) % 3] + jnp.uint32(group + 1)
+    return first, second
+
+
+def _descend(
+    logits, rules: DrawRules, threshold, key: DrawKey, levels, token_out, logprob_out, *, sizes: tuple[int, ...]
+) -> None:
     """The choices of one row: a child at every level, from the last."""
     row, f32 = pl.program_id(0), jnp.float32
     peak, inverse, floor = rules.peak[row], rules.inverse[row], rules.floor[row]
     child = jnp.arange(_FAN, dtype=jnp.int32)
     is_drawn = rules.draws[row] > 0
+    seed = key.seed[row, 0], key.seed[row, 1]
+    for data in (key.sample_index[row], key.position[row]):
+        seed = _threefry(seed, data.astype(jnp.uint32))
+
+    def clocks(depth: int) -> Array:
+        """`sampling_draw.clocks` of the words of a choice, two words of each block."""
+        block = jnp.int32(depth * (_FAN // 2)) + child // 2
+        words = jnp.where(child % 2 == 0, *_threefry(seed, block.astype(jnp.uint32)))
+        uniform = words.astype(f32) * f32(2.0**-32) + f32(2.0**-33)
+        return -jnp.log1p(-jnp.minimum(uniform, f32(1 - 2.0**-24)))
 
     def entries(level: int, index: Array, exists: Array) -> Array:
         """Those entries of a level; 0 where there is none."""
@@ -303,7 +333,7 @@ def _descend(logits, rules: DrawRules, threshold, clocks, levels, token_out, log
         return _fold(entries(level - 1, place, (exists & (index < sizes[level]))[None]))
 
     def first_child(masses: Array, depth: int) -> Array:
-        arrival = jnp.where(masses > 0, plt.load(clocks.at[row, depth * _FAN + child]) / masses, f32(_INFINITY))
+        arrival = jnp.where(masses > 0, clocks(depth) / masses, f32(_INFINITY))
         first = jnp.min(arrival)
         return jnp.minimum(jnp.min(jnp.where(arrival == first, child, jnp.int32(_FAN))), _FAN - 1)
 
