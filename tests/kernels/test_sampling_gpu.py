@@ -2,6 +2,8 @@
 
 import dataclasses
 import functools
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +16,9 @@ from levanter_infer.engine.params import SamplingParams
 from levanter_infer.kernels.backend import DrawKey, DrawRules, RowKernels
 from levanter_infer.kernels.gpu import sampling as kernels
 from levanter_infer.kernels.registry import make_backend
+from levanter_infer.runtime import gpu_compiler
 from tests.decode.sampling_oracle import table_of
+from tests.kernels.ragged import lowers_for_gpu
 from tests.kernels.test_sampling_tpu import (
     CASES,
     PARAMS,
@@ -122,7 +126,8 @@ def test_sums_have_the_bits_of_the_tree():
         np.testing.assert_array_equal(own, wanted)
 
 
-@pytest.mark.parametrize("changed", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("changed", [False, True])
 def test_kernels_sample_what_xla_samples(changed):
     logits = jnp.asarray(hard_logits())
     assert isinstance(BACKEND.sampling_kernels(logits), RowKernels)
@@ -154,17 +159,67 @@ def test_rows_that_are_searched_and_rows_that_are_not_do_not_meet():
     logits = jnp.asarray((RNG.normal(size=(3, VOCAB)) * np.array([[0.1], [3], [1]])).astype(np.float32))
     params = [SamplingParams(top_p=0.9), SamplingParams(top_k=3), SamplingParams(temperature=0)]
 
+    @jax.jit
+    def sample_all(own, table, history):
+        stats = LogitStats.of_kernel(BACKEND, own, jnp.int32(len(own)))
+        return sample(own, table, history, max_top=0, stats=stats, backend=BACKEND)
+
     def sampled(rows: list[int]):
         table = table_of([params[row] for row in rows], VOCAB, seeds=[7 + row for row in rows])
         lens = jnp.full(len(rows), 2, jnp.int32)
         slots = jnp.arange(len(rows), dtype=jnp.int32)
         history = History(lens, jnp.zeros((len(rows), 8), jnp.int32), slots, lens, lens)
-        own = logits[jnp.asarray(rows)]
-        stats = LogitStats.of_kernel(BACKEND, own, jnp.int32(len(rows)))
-        return sample(own, table, history, max_top=0, stats=stats, backend=BACKEND)
+        return sample_all(logits[jnp.asarray(rows)], table, history)
 
     together = sampled([0, 1, 2])
     for row in range(3):
         alone = sampled([row])
         for name in ("tokens", "logprobs", "processed_logprobs"):
             assert getattr(alone, name)[0] == getattr(together, name)[row], name
+
+
+def lowered(rows: int, vocab: int, device=None):
+    """The kernels for so many rows, lowered for a GPU, or for a device that is described."""
+    sharding = None if device is None else jax.sharding.SingleDeviceSharding(device)
+    own, f32, i32 = kernels.GpuSampling(), jnp.float32, jnp.int32
+
+    def array(shape: tuple[int, ...], dtype):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+    def sampled(z, rules, key):
+        return sampling_draw.draw_rows(own, z, rules, own.thresholds(z, rules), key)
+
+    rules = DrawRules(*(array((rows,), dtype) for dtype in (f32, f32, f32, i32, f32, i32)))
+    key = DrawKey(array((rows, 2), jnp.uint32), array((rows,), i32), array((rows,), i32))
+    return jax.jit(sampled).trace(array((rows, vocab), f32), rules, key).lower(lowering_platforms=("cuda",))
+
+
+@pytest.mark.skipif(not lowers_for_gpu(), reason="jax 0.11 lowers Triton for GPUs that are there")
+@pytest.mark.parametrize("vocab", [32_000, 262_144])
+def test_kernels_lower_for_a_gpu(vocab):
+    assert lowered(8, vocab).as_text().count("__gpu$xla.gpu.triton") == 4
+
+
+COMPILE = """
+import jax
+from jax.experimental import topologies
+from levanter_infer.plan.compiler import devices_of
+from levanter_infer.plan.targets import parse_target
+from tests.kernels.test_sampling_gpu import lowered
+(device,) = devices_of(parse_target("h100"))
+for rows in (1, 8, 64, 256):
+    for vocab in (32_000, 128_256, 151_936, 262_144):
+        print(lowered(rows, vocab, device).compile().memory_analysis().temp_size_in_bytes)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(gpu_compiler.why_missing() is not None, reason=f"needs {gpu_compiler.NEEDS}")
+def test_kernels_compile_for_an_h100():
+    """With little beside the logits: two levels of sums, and the candidates."""
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILE], env=gpu_compiler.compiler_environment(), capture_output=True, text=True
+    )
+    sizes = [int(line) for line in done.stdout.split()]
+    assert len(sizes) == 16, done.stderr[-2000:]
+    assert max(sizes) < 256 * (4 * (262_144 // 8) + 32 * 1024)

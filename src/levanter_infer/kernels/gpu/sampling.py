@@ -112,7 +112,7 @@ def _load(ref, index, mask, other: float) -> Array:
     return plt.load(ref.at[*index], mask=mask, other=jnp.asarray(other, ref.dtype))
 
 
-def _weights(z: Array, peak: Array, inverse: Array, threshold: Array | float, floor: Array) -> Array:
+def _weights(z: Array, peak: Array, inverse: Array, threshold: Array | float, floor: Array | float) -> Array:
     exponent = (z - peak) * inverse
     return jnp.where((z >= threshold) & (exponent >= floor), jnp.exp(exponent), jnp.float32(0))
 
