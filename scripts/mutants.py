@@ -85,7 +85,7 @@ TESTS = {
     "bench/": ("tests/bench",),
     "runtime/": (_R.rstrip("/"),),
 }  # fmt: skip
-"""What decides about the bugs of a file, or of all files that begin so; the first that fits."""
+"""Tests that decide about the bugs of a file, or of all files that begin so; the first that fits."""
 _UNTRIED = (
     "__init__",
     "__main__",
@@ -258,7 +258,7 @@ def _failures(output: str) -> list[str]:
 
 
 def check(args: argparse.Namespace) -> int:
-    """What of the list does not fit the source any more; and how many of the others were caught when they ran last."""
+    """Report entries that do not fit the source any more; and how many of the others were caught when they ran last."""
     entries, wrong = read_list(), 0
     for number, entry in enumerate(entries, 1):
         try:

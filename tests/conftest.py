@@ -11,8 +11,14 @@ from pathlib import Path
 
 import hypothesis
 import jax
+import jaxlib
 import pytest
 
+# XLA reads its flags once, when it makes the first device. This one takes its older generator of loops, which compiles
+# in half the time and is the engine's on a CPU; an XLA that does not know a flag ends the process (jaxlib 0.12).
+OLDER_LOOPS = "--xla_cpu_use_fusion_emitters=false"
+if jaxlib.version.__version_info__ < (0, 12) and OLDER_LOOPS not in os.environ.get("XLA_FLAGS", ""):
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {OLDER_LOOPS}".strip()
 FEW_OPTIMIZATIONS = jax.default_backend() == "cpu"
 
 
@@ -20,27 +26,17 @@ hypothesis.settings.register_profile("mutants", phases=[hypothesis.Phase.generat
 """For scripts/mutants.py: the first failure is enough, and searching for a smaller one takes long."""
 
 
-def knows_older_loops() -> bool:
-    """Whether this XLA has the flag: one that does not know it ends the process that sets it (jaxlib 0.12)."""
-    try:
-        jax.jit(lambda: 0).lower().compile(compiler_options={"xla_cpu_use_fusion_emitters": False})
-    except jax.errors.JaxRuntimeError:
-        return False
-    return True
-
-
 def pytest_configure(config):
     jax.config.update("jax_numpy_dtype_promotion", "strict")
     jax.config.update("jax_numpy_rank_promotion", "raise")
+    # Tracing makes many objects that stay: looking for cycles as often as Python does takes a twentieth of the time.
+    gc.set_threshold(50_000, 20, 20)
     # Equal programs are compiled once for all processes of this checkout, those that tests start included.
     settings = {
         "JAX_COMPILATION_CACHE_DIR": str(config.rootpath / ".pytest_cache" / "xla"),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.3",
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
     }
-    if knows_older_loops():
-        # XLA's older generator of loops, which takes half the time and is the engine's on a CPU
-        settings["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_cpu_use_fusion_emitters=false"
     os.environ.update(settings)
     jax.config.update("jax_compilation_cache_dir", settings["JAX_COMPILATION_CACHE_DIR"])
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)

@@ -54,13 +54,18 @@ def load_config(name: str) -> DecoderConfig:
 
 
 def one_per_memory() -> list[str]:
-    """For every combination of memories, within a layer and among layers, the first that has it of `served_names`."""
-    first: dict[frozenset, str] = {}
+    """For every combination of memories, within a layer and among layers, one of `served_names`: the one that compiles
+    fastest, because its layers have the fewest bodies."""
+    found: dict[frozenset, list[str]] = {}
     for model_type in served_names():
         blocks = _configs()[case_of(model_type)].blocks
         memories = frozenset(tuple(type(memory) for memory in block.memories) for block in blocks if block.memories)
-        first.setdefault(memories, model_type)
-    return list(first.values())
+        found.setdefault(memories, []).append(model_type)
+    return [min(names, key=_num_bodies) for names in found.values()]
+
+
+def _num_bodies(model_type: str) -> int:
+    return sum(len(group.bodies) for group in _configs()[case_of(model_type)].groups)
 
 
 def load(case: GoldenCase, directory: Path) -> DecoderModel:
@@ -74,15 +79,16 @@ def sizes_for(config: DecoderConfig) -> dict[str, Any]:
     return {**SIZES, "max_seq_len": min([SIZES["max_seq_len"], *limits])}
 
 
-def make_engine(model: DecoderModel, *, mesh=None, **config) -> InferenceEngine:
+def make_engine(model: DecoderModel, *, mesh=None, scoring: bool = False, **config) -> InferenceEngine:
     """An engine that is batch invariant if the model can be served so, and leaves rounding to XLA otherwise."""
     sizes = {**sizes_for(model.config), **config}
     try:
-        return InferenceEngine(model, config=EngineConfig(**sizes, numerics="batch_invariant"), mesh=mesh)
+        config = EngineConfig(**sizes, numerics="batch_invariant")
+        return InferenceEngine(model, config=config, mesh=mesh, scoring=scoring)
     except ValueError as error:
         if "batch_invariant" not in str(error):
             raise
-    return InferenceEngine(model, config=EngineConfig(**sizes), mesh=mesh)
+    return InferenceEngine(model, config=EngineConfig(**sizes), mesh=mesh, scoring=scoring)
 
 
 def golden_prompts(case: GoldenCase) -> list[GoldenPrompt]:

@@ -1,4 +1,4 @@
-"""What a family's engine gives on meshes of two forced CPU devices, as JSON. `python -m tests.family_runs CASE MESH…`
+"""Results of a family's engine on meshes of two forced CPU devices, as JSON. `python -m tests.family_runs CASE MESH…`
 
 A process of its own, because the number of devices is decided before JAX starts.
 """

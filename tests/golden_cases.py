@@ -41,7 +41,7 @@ _GAINS = {
     **{"per_layer_input_gate": 1.4, "per_layer_projection": 2.0, "per_layer_model_projection": 1.0, "proj": 3.0},
 }
 _SPREADS = {"sinks": 1.5, "e_score_correction_bias": 0.1, "gate_up_proj_bias": 0.5, "down_proj_bias": 0.3}
-"""Of parameters that are no matrices."""
+"""Standard deviations of parameters that are no matrices."""
 _FACTORS = {"layer_scalar": 0.3, "scale": 0.2, "per_expert_scale": 0.5}
 """Standard deviations of parameters that are factors, around one."""
 _RECURRENCE = {"A_log": -2.0, "dt_bias": 0.5, "D": 0.5}
@@ -78,7 +78,7 @@ LEVANTER_CHECKPOINTS = {
 
 @dataclass(frozen=True)
 class GoldenPrompt:
-    """What HF answered on one prompt of P tokens, in float32 with eager attention.
+    """HF's answer on one prompt of P tokens, in float32 with eager attention.
 
     logits[i] belongs to position positions[i]; prompt_logprobs[i] is the logprob of token i + 1.
     The greedy arrays have NUM_GREEDY entries, or none where the answer depends on how the sequence came about

@@ -80,7 +80,7 @@ def sized_and_disturbed(hosts, index: int) -> dict:
 
 
 def refusal(engine) -> str:
-    """What is not there yet says so."""
+    """The message of a call that is not there yet for several processes."""
     try:
         engine.memory()
     except ValueError as e:

@@ -19,7 +19,7 @@ def equations(jaxpr: Jaxpr, *, into_loops: bool = True) -> Iterator[JaxprEqn]:
 
 
 def body(loop: JaxprEqn) -> Jaxpr:
-    """What a loop repeats."""
+    """The body of a loop."""
     return loop.params["body_jaxpr" if loop.primitive.name == "while" else "jaxpr"].jaxpr
 
 

@@ -159,7 +159,7 @@ class Layer(eqx.Module):
     post_attention_layernorm: hnn.RmsNorm
     post_attn_layernorm: hnn.RmsNorm | None = None
     block_sparse_moe: MixtralMlp | None = None
-    """Of Mixtral, which has no `mlp`."""
+    """Experts of Mixtral, which has no `mlp`."""
 
 
 class Transformer(eqx.Module):

@@ -1,4 +1,4 @@
-"""What an engine gives on a mesh of forced CPU devices, as JSON. `python -m tests.mesh_runs CASE…`
+"""Results of an engine on a mesh of forced CPU devices, as JSON. `python -m tests.mesh_runs CASE…`
 
 A process of its own, because the number of devices is decided before JAX starts. A case is a kind and a mesh, such as
 `many_data2_model4`, or `many_one` for one device without a mesh; or samples of parts and a vocabulary, `sample_4_61`.
@@ -191,7 +191,7 @@ def studied(place: Place) -> dict:
 
 
 def forked(engine: InferenceEngine) -> dict:
-    """Of each group the first sample's third token is where all go on from, or a further sample does."""
+    """Groups whose samples all go on from the first one's third token, or in which a further sample does."""
     rng = np.random.default_rng(3)
     groups = [
         engine.submit(
@@ -278,7 +278,7 @@ def blocks(place: Place) -> dict:
 
 
 def given_up(engine: InferenceEngine, model) -> list[bool]:
-    """Of the projections of a model that replaces the engine's with `donate`, whether they are deleted."""
+    """Whether projections are deleted of a model that replaces the engine's with `donate`."""
     given = jax.tree.map(lambda leaf: leaf + 0, model)
     engine.swap_weights(given, donate=True)
     mlp, attention = given.layers.mlp, given.layers.attention
@@ -308,7 +308,7 @@ def stored(place: Place) -> dict:
 
 
 def live_bytes() -> int:
-    """Of all arrays of this process's devices, each buffer once."""
+    """Bytes of all arrays of this process's devices, each buffer once."""
     shards = [shard.data for array in jax.live_arrays() for shard in array.addressable_shards]
     return sum({shard.unsafe_buffer_pointer(): shard.nbytes for shard in shards}.values())
 

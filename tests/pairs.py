@@ -68,5 +68,5 @@ class Processes:
 
     @property
     def said(self) -> list[str]:
-        """What each has written on standard error."""
+        """The text of each on standard error."""
         return [log.read_text(errors="replace") for log in self._logs]

@@ -178,7 +178,7 @@ def test_device_parts_have_no_io_clock_environment_or_logging():
 
 
 def imports_when_loaded(path: Path) -> list[tuple[int, str]]:
-    """Of `imports`, those that are executed with the module: not in functions, and not for type checkers only."""
+    """Imports among `imports` that are executed with the module: not in functions, and not for type checkers only."""
     skipped: set[int] = set()
     for node in ast.walk(parsed(path)):
         inner = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)

@@ -60,7 +60,7 @@ PITFALLS = [
     *("M47", "M94", "M96", "L8", "L39", "L57", "L58", "L60", "I43", "I47", "I48"),
     *("H17", "H18", "H19", "H20", "H21", "H22", "H23", "T1", "T2", "T17", "T18", "T19", "T20", "T21"),
 ]
-"""What the designs warn of."""
+"""Faults that the designs warn of."""
 
 
 def test_every_pitfall_and_risk_ends_in_a_test():

@@ -1,4 +1,4 @@
-"""What the record of compiled shapes rests on: kernels of different tables and pools are the same."""
+"""The ground of the record of compiled shapes: kernels of different tables and pools are the same."""
 
 import haliax as hax
 import jax

@@ -1,4 +1,4 @@
-"""What the model in the repository has learnt, asked of it through the engine."""
+"""The knowledge of the model in the repository, asked of it through the engine."""
 
 from pathlib import Path
 

@@ -22,7 +22,7 @@ def test_a_round_copies_no_matrices_of_experts():
 
 @pytest.mark.slow
 def test_stacks_filled_up_to_lanes_are_read_as_they_are_stored():
-    """Of gpt-oss, on each of four chips: 2,880 inputs are no multiple of 128, nor are 720."""
+    """Experts of gpt-oss, on each of four chips: 2,880 inputs are no multiple of 128, nor are 720."""
     for outs, ins in ((720, 2944), (2880, 768)):
         sizes = dict(num_experts=128, chosen=4, outs=outs, ins=ins)
         schedule = compile_builder(f"{BUILDERS}:experts", "v5p", schedules=False, **sizes)

@@ -1,4 +1,4 @@
-"""What the units of a TPU allow the prefill kernel: the bundles of a KV block that each unit needs at least.
+"""Limits of the prefill kernel by the units of a TPU: the bundles of a KV block that each unit needs at least.
 
 Counted are the instructions that the algorithm cannot do without, for scores f32[keys, columns]: matmuls with keys and
 with values, one exponential for each score, and for each register of 1,024 scores its scale, maximum, subtraction and

@@ -17,7 +17,7 @@ from tests.pairs import ROOT, Processes, free_port
 pytestmark = pytest.mark.slow
 HEARTBEAT_S = 10
 ROWS, FEW, MANY = 400, 60, 9000
-"""Of a job; few of one on one mesh, whose every step waits for messages between the processes; many of one that a
+"""Rows of a job; few of one on one mesh, whose every step waits for messages between the processes; many of one that a
 process must not finish alone before it misses the other."""
 LOST_LIMIT_S = HEARTBEAT_S + 1
 
@@ -96,7 +96,7 @@ def finished(output: Path) -> int:
 
 @pytest.fixture(scope="module")
 def whole(start, tmp_path_factory):
-    """What one process writes."""
+    """The output of one process."""
     output = tmp_path_factory.mktemp("whole") / "out"
     with start(output, count=1) as processes:
         assert processes.wait(200) == [0], processes.said

@@ -84,7 +84,7 @@ def command(arguments, capsys):
 
 @pytest.fixture(scope="module")
 def whole(arguments, one_engine, tmp_path_factory):
-    """What an undisturbed job writes."""
+    """The output of an undisturbed job."""
     output = tmp_path_factory.mktemp("whole") / "out"
     assert main([*arguments, *SHARDS, "--output", str(output)]) == 1  # one row fails
     return contents(output)

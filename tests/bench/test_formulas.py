@@ -1,4 +1,4 @@
-"""What the benches make of times: clocks, engines and runs that are constructed, so that each figure is known."""
+"""Figures that the benches make of times: clocks, engines and runs that are constructed, so that each is known."""
 
 import argparse
 import types
@@ -113,7 +113,7 @@ def test_each_part_of_attention_stands_under_its_name(monkeypatch):
 
 
 def test_each_trip_of_the_gather_waits_for_the_one_before():
-    """What is gathered depends on what was: without that, trips could be left out or overlap."""
+    """A gather depends on the one before: without that, trips could be left out or overlap."""
     kv, batch, *_ = inputs(CASE)
     last = np.zeros_like(gathered_pages(kv, batch, 0))
     bits = []
@@ -267,7 +267,7 @@ def output(ids: list[int]) -> RequestOutput:
 
 
 class FakeEngine:
-    """What the scenarios ask of an engine: 10 bytes a token, 5 pages of 16 at most."""
+    """The answers of an engine that the scenarios ask for: 10 bytes a token, 5 pages of 16 at most."""
 
     shapes = types.SimpleNamespace(page_size=16, prefix_cache=True)
 

@@ -1,4 +1,4 @@
-"""What the benches say of instruction sets that were measured in turn."""
+"""Reports of the benches on instruction sets that were measured in turn."""
 
 import json
 

@@ -411,7 +411,7 @@ def test_parameters_of_the_choice_of_experts_stay_float32(name, tmp_path):
 
 @pytest.mark.parametrize("heads, devices, expected", [(2, 2, (0, 4)), (1, 2, (0, 8)), (2, 4, (0, 4))])
 def test_a_process_reads_the_rows_of_its_own_heads_only(write, monkeypatch, heads, devices, expected):
-    """Of a process with the first device of a model axis: 4 query heads of 2 numbers, 8 rows in all."""
+    """Rows that a process with the first device of a model axis reads: 4 query heads of 2 numbers, 8 rows in all."""
     stored = open_model(resolve_source(write(num_key_value_heads=heads)))
     layout = Layout.of(AbstractMesh((1, devices), ("data", "model")), stored.types.config)
     params = {param.line: param for param in parameters(stored.types, family_for(CONFIG).tensors)}

@@ -1,4 +1,4 @@
-"""What is saved is an ordinary HF checkpoint, and loading it gives the model back bit for bit."""
+"""A saved model is an ordinary HF checkpoint, and loading it gives the model back bit for bit."""
 
 import json
 import os

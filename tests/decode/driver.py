@@ -41,7 +41,7 @@ SHAPES = Shapes(
 )
 
 RETURN_PAGES = 3
-"""What the host says it needs, in every call of `host_call`."""
+"""The needs that the host states in every call of `host_call`."""
 
 
 WINDOWED = dataclasses.replace(SHAPES, windows=(WindowShape(window=3, num_pages=7), WindowShape(6, 8)))
@@ -98,7 +98,7 @@ def state_structure(shapes: Shapes):
 
 
 def seen(state: DecodeState, shapes: Shapes) -> list[jax.Array]:
-    """What is compared with the model, in the order of `Seen`."""
+    """The arrays that are compared with the model, in the order of `Seen`."""
     table, pages, counters = state.sequences, state.page_table, state.counters
     named = [
         pages.ref_counts, pages.free_ring, pages.ring_head, pages.num_free, table.status, table.page_indices,

@@ -54,7 +54,7 @@ class Asked:
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """What became of a load."""
+    """The outcome of a load."""
 
     steps: int
     generated: int
@@ -134,7 +134,7 @@ def work_of(load: list[Asked]) -> Work:
 
 
 def random_load(rng: np.random.Generator) -> list[Asked]:
-    """Of one kind or another: requests near the size of the pool, long prompts, samples that diverge, or a mixture."""
+    """Requests near the size of the pool, long prompts, samples that diverge, or a mixture."""
     kind, load, free_slots = rng.integers(5), [], SHAPES.num_slots
     while free_slots > 0:
         total = int(rng.integers(CAPACITY // 2, CAPACITY + 1)) if kind != 4 else int(rng.integers(2, CAPACITY + 1))

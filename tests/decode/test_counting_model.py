@@ -84,7 +84,7 @@ def following(tokens: list[int]) -> int:
 
 
 def continuation(prompt: list[int], sampling: SamplingParams) -> tuple[list[int], str]:
-    """What the model generates, and why it ends."""
+    """The tokens that the model generates, and why it ends."""
     tokens, stops = list(prompt), [list(stop) for stop in sampling.stop_token_ids]
     while len(tokens) - len(prompt) < sampling.max_tokens:
         if tokens[-1] == BAD:

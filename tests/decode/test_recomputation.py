@@ -1,4 +1,4 @@
-"""What preemption makes the engine compute again is bounded, however bad the load."""
+"""Recomputation after preemption is bounded, however bad the load."""
 
 import numpy as np
 import pytest

@@ -24,7 +24,7 @@ NONE: Mapping[str, Any] = MappingProxyType({})
 
 @dataclasses.dataclass(frozen=True)
 class Blocks:
-    """What an engine on a TPU or a GPU computes with, on a CPU: the forward in blocks, matmuls and attention by XLA, or
+    """The backend of an engine on a TPU or a GPU, on a CPU: the forward in blocks, matmuls and attention by XLA, or
     by kernels in Pallas' interpreter."""
 
     platform: str = "tpu"
@@ -35,7 +35,7 @@ class Blocks:
     is_apart: bool = True
     """False: the default mode, for tests of the tests."""
     tiles: Tiles | None = None
-    """Of the kernel for TPUs; None: those of a TPU."""
+    """Tiles of the kernel for TPUs; None: those of a TPU."""
 
     def chosen(self, model) -> contextlib.AbstractContextManager:
         """Engines that are made in this context compute like this."""
@@ -133,7 +133,7 @@ def random_resamplings(count: int, seed: int) -> list[Resampling]:
 
 
 def bits(outputs) -> list:
-    """Of every completion: tokens, and the bits of both logprobs and of the score."""
+    """Tokens of every completion, and the bits of both logprobs and of the score."""
     return [[_bits(c) for c in output.completions] for output in outputs]
 
 
@@ -177,7 +177,7 @@ def _is_due(group, after: int) -> bool:
 
 
 def expected(alone: InferenceEngine, case: Request | Resampling, prefixes: list | None) -> list[tuple]:
-    """What a case is worth by itself, in an engine that serves nothing else."""
+    """The result of a case by itself, in an engine that serves nothing else."""
     request = case.request if isinstance(case, Resampling) else case
     (whole,) = bits(alone.generate([request]))
     if prefixes is None:

@@ -25,7 +25,7 @@ from tests.beam_cases import (
 from tests.golden_cases import load_case, write_checkpoint
 
 PAGES = 20
-"""What the largest of the searches may need, alone."""
+"""Pages that the largest of the searches may need, alone."""
 
 
 @pytest.fixture(scope="module")

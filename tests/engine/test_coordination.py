@@ -1,4 +1,4 @@
-"""What a clock, a signal or one caller says reaches all processes of a mesh before the same round."""
+"""Words of a clock, a signal or one caller reach all processes of a mesh before the same round."""
 
 import numpy as np
 

@@ -40,6 +40,10 @@ MOST_MESH_DIFFERENCE = 2e-4
 """As tests/engine/test_mesh.py: sums of float32 in another order."""
 
 
+ONE_PER_KIND = ("apertus", "cohere2", "deepseek_v2", "granitemoehybrid")
+"""All keys and values, windows, latents, a state of fixed size: their rounds are compiled for scoring at once."""
+
+
 class Served:
     """A family's golden case and the engine that serves it."""
 
@@ -47,7 +51,7 @@ class Served:
         self.case = load_case(case_of(model_type))
         self.model = load(self.case, directory)
         # The one engine preempts in both ways: it recomputes what the host has no memory for
-        self.engine = make_engine(self.model, preempt="offload")
+        self.engine = make_engine(self.model, preempt="offload", scoring=model_type in ONE_PER_KIND)
         self.requests = requests_for(self.case, self.model.config.vocab_size)
         self.expected = [self.alone(request) for request in self.requests]
 
@@ -183,15 +187,13 @@ def begun(engine, group, count: int) -> None:
         engine.flush()
 
 
-ONE_PER_KIND = ("apertus", "cohere2", "deepseek_v2", "granitemoehybrid")
-"""All keys and values, windows, latents, a state of fixed size."""
 SCORED = [pytest.param(name, marks=() if name in ONE_PER_KIND else pytest.mark.slow) for name in served_names()]
-"""For every combination of memories one family, and all of them nightly: scoring compiles the round again."""
+"""One family for each kind of memory, and all of them nightly."""
 
 
 @pytest.mark.parametrize("served", SCORED, indirect=True)
 def test_perplexity_over_pages_is_that_of_the_uncached_forward(served):
-    """Of a prompt and what follows, scored in chunks on pages, and by HF's forward over all of it at once."""
+    """A prompt and what follows are scored in chunks on pages, and by HF's forward all at once."""
     prompt = max(golden_prompts(served.case), key=lambda prompt: len(prompt.tokens))
     scoring = SamplingParams(max_tokens=0, temperature=0.0, prompt_logprobs=1)
     request = Request(prompt_token_ids=[*prompt.tokens.tolist(), *prompt.greedy.tolist()], sampling=scoring)

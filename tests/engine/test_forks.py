@@ -42,7 +42,7 @@ def tokens(group):
 
 
 def continuation(engine, prefix, index):
-    """What sample `index` generates after prompt and `prefix`: its random numbers know the position only."""
+    """The completion of sample `index` after prompt and `prefix`: its random numbers know the position only."""
     sampling = dataclasses.replace(SAMPLING, max_tokens=SAMPLING.max_tokens - len(prefix), n=index + 1)
     return engine.generate([Request(prompt_token_ids=PROMPT + prefix, sampling=sampling)])[0].completions[index]
 

@@ -18,7 +18,7 @@ from tests.pairs import Processes, free_port
 
 
 def runs(tmp_path, devices: int, *cases: str, meanwhile=lambda: None) -> list[dict]:
-    """What two processes of `devices` find in `cases` of `host_runs`, and what `meanwhile` gives."""
+    """The findings of two processes of `devices` in `cases` of `host_runs`, and the result of `meanwhile`."""
     own = [str(free_port()), str(devices), *cases]
     with Processes(tmp_path, "tests.host_runs", [["0", "2", *own], ["1", "2", *own]]) as processes:
         here = meanwhile()

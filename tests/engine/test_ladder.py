@@ -46,7 +46,7 @@ def assert_idle(engine):
 
 
 XLA = dict(attention="xla", matmul="xla")
-"""What engines run without the C++ kernels: on accelerators, and on a CPU where they were not built."""
+"""Backends of engines without the C++ kernels: on accelerators, and on a CPU where they were not built."""
 
 
 def slow(*values):

@@ -42,7 +42,7 @@ def pages(tokens: int) -> int:
 
 
 def counted(engine) -> dict[str, object]:
-    """What `memory` should say: page by page and slot by slot, from the tables as they are."""
+    """The right result of `memory`: page by page and slot by slot, from the tables as they are."""
     decode = engine.state.decode
     table = decode.sequences
     computed, lens = np.asarray(table.num_computed).tolist(), np.asarray(table.seq_lens).tolist()

@@ -77,7 +77,7 @@ def batch() -> list[Request]:
 
 
 def run(engine: InferenceEngine, requests: list[Request], meddle=None) -> list[list]:
-    """What came of every completion, to the bit; `meddle(engine)` is called after every step."""
+    """The outcome of every completion, to the bit; `meddle(engine)` is called after every step."""
     before = engine.stats()["preemptions"]
     groups = [engine.submit(request) for request in requests]
     while not all(group.is_done for group in groups):

@@ -1,4 +1,4 @@
-"""What is compiled: how many programs, and whether any of them copies the pool."""
+"""Compiled programs: how many, and whether any of them copies the pool."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""What `generate` takes for a prompt, what it refuses, alone and in which words, and how results are shown."""
+"""Prompts that `generate` takes, those that it refuses, alone and in which words, and how results are shown."""
 
 import dataclasses
 import json

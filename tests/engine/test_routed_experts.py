@@ -79,7 +79,7 @@ def prompts(count: int) -> list[list[int]]:
 
 
 def test_experts_are_those_of_the_plain_forward():
-    """Of prompts in chunks that begin alike, of several samples, preempted, beside requests that do not ask."""
+    """Experts of prompts in chunks that begin alike, of several samples, preempted, beside requests that do not ask."""
     given = prompts(10)
     requests = [
         Request(prompt_token_ids=ids, sampling=SamplingParams(

@@ -1,4 +1,4 @@
-"""What comes back of a sequence: text that joins to what the tokens decode to, and stops where they count."""
+"""Text and tokens of a sequence: text that joins to what the tokens decode to, and stops where they count."""
 
 import numpy as np
 import pytest

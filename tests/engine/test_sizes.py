@@ -1,4 +1,4 @@
-"""What sizes follow from a configuration, and how much memory sequences take."""
+"""Sizes that follow from a configuration, and how much memory sequences take."""
 
 import dataclasses
 

@@ -148,7 +148,7 @@ def test_a_tpu_copies_the_page_ids_of_an_item_a_turn_before_it_needs_them(copies
 
 
 def visits(jaxpr: Jaxpr, pool: tuple[int, ...]) -> Iterator[tuple[int, int]]:
-    """Of each loop body that reads the pool itself: (reads of the pool, matmuls)."""
+    """(reads of the pool, matmuls) of each loop body that reads the pool itself."""
     reads, matmul = 0, 0
     for eqn in equations(jaxpr, into_loops=False):
         if eqn.primitive.name in LOOPS:

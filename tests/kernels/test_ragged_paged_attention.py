@@ -163,7 +163,7 @@ def test_a_scale_may_be_any_number(impl, scale, soft_cap):
 
 @pytest.mark.parametrize("impl", RUNS_HERE)
 def test_a_sink_takes_its_share_of_the_weights_and_one_of_minus_infinity_takes_none(impl):
-    """Of 4 heads: no sink; one that is the maximum, by 60; one far below all scores; one of the size of the scores."""
+    """Sinks of 4 heads: none; the maximum, by 60; one far below all scores; one of the size of the scores."""
     batch = make_ragged(SIZES["gqa2-page64-bf16"], [(1, 100), (20, 60), (2, 2)])
     run = attention(impl, "bfloat16")
     plain = np.asarray(run(batch.arrays))

@@ -90,7 +90,7 @@ def test_latents_equal_dense():
     ids=["latents", "two-parts"],
 )
 def test_rows_that_cores_share_equal_dense(sizes, monkeypatch):
-    """Of decoded rows every second one is a core's, and of a prompt chunk every second query block; some have one."""
+    """Each core has every second decoded row, and every second query block of a prompt chunk; some have one."""
     two_cores = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan", num_cores_or_threads=2)
     monkeypatch.setattr(tpu_backend, "_interpreter", lambda interpret: two_cores)
     tiles = small_tiles(sizes, parts=sizes.kv_heads)

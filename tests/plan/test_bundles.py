@@ -1,6 +1,6 @@
 """Bundles that a schedule runs, on schedules in the form in which libtpu writes them."""
 
-from levanter_infer.plan.bundles import _computed, executed, split_bundles
+from levanter_infer.plan.bundles import computed, executed, split_bundles
 
 LOOP = """
      0   :  { %s1_s0 = smov.u32 0 /* copy;; of a */ }
@@ -49,9 +49,9 @@ def test_a_loop_whose_end_data_decide_has_no_count():
 
 
 def test_integers_without_a_sign_are_compared_as_such():
-    assert [_computed(f"scmp.lt.{form}", [5, -1]) for form in ("s32", "u32")] == [False, True]
-    assert _computed("smin", [-1, -2]) == -2 and _computed("smin", [-1, 3]) == 3
-    assert _computed("scmp.lt.s32", [5, None]) is None
+    assert [computed(f"scmp.lt.{form}", [5, -1]) for form in ("s32", "u32")] == [False, True]
+    assert computed("smin", [-1, -2]) == -2 and computed("smin", [-1, 3]) == 3
+    assert computed("scmp.lt.s32", [5, None]) is None
 
 
 def test_registers_wrap_and_keep_their_value_where_a_predicate_does_not_hold():

@@ -8,7 +8,7 @@ from levanter_infer.runtime.hosts import Hosts, KeyValueStore
 
 
 class LocalKeyValueStore(KeyValueStore):
-    """What `JaxKeyValueStore` promises, among threads."""
+    """A store that keeps the promises of `JaxKeyValueStore` among threads."""
 
     def __init__(self):
         self._texts: dict[str, str] = {}
@@ -56,7 +56,7 @@ def several(count: int, **settings) -> list[Hosts]:
 
 
 def at_once(*calls: Callable) -> list:
-    """What each call returns, or the exception that it raises; each runs in a thread."""
+    """The result of each call, or the exception that it raises; each runs in a thread."""
     results: list = [None] * len(calls)
 
     def run(i: int) -> None:

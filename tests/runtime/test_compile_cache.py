@@ -118,7 +118,7 @@ def test_directories_are_made_for_the_user_alone_whatever_the_umask(unset):
 
 
 def test_a_link_is_followed_once(unset, tmp_path):
-    """What is checked is what is used: a link on the way may lead elsewhere a moment later."""
+    """The checked directory is the one that is used: a link on the way may lead elsewhere a moment later."""
     (tmp_path / "real").mkdir(mode=0o700)
     unset.symlink_to(tmp_path / "real")
     directory = enable_compile_cache()

@@ -30,7 +30,7 @@ print("done")
 
 
 def test_the_store_keeps_the_keys_of_each_start_apart():
-    """What a process that is left over from an earlier start writes reaches no other."""
+    """Writes of a process that is left over from an earlier start reach no other."""
     command = [sys.executable, "-c", STORE, str(free_port())]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0 and done.stdout == "done\n", done.stderr[-2000:]

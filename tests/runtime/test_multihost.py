@@ -1,4 +1,4 @@
-"""What a configuration of several processes may say."""
+"""Configurations of several processes."""
 
 import threading
 

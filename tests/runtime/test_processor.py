@@ -1,4 +1,4 @@
-"""What is known of the processor, from a file of Linux or without one."""
+"""Facts about the processor, from a file of Linux or without one."""
 
 import platform
 

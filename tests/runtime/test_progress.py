@@ -14,7 +14,7 @@ from levanter_infer.runtime.progress import sampling_progress, stage
 
 @pytest.fixture
 def quick(monkeypatch):
-    """What takes long, and all that follows from it, in a twentieth of the time."""
+    """Waits and all that follows from them, in a twentieth of the time."""
     monkeypatch.setattr(progress, "FIRST_S", 0.1)
     monkeypatch.setattr(progress, "EVERY_S", 0.5)
     monkeypatch.setattr(progress, "_REFRESH_S", 0.02)

@@ -1,4 +1,4 @@
-"""What this processor can do at most, measured beside what it does: reading memory, and multiplying and adding.
+"""The most that this processor can do, measured beside what it does: reading memory, and multiplying and adding.
 
 Both run in the threads of the C++ kernels and with their instructions. Other processes and other virtual machines take
 from both from second to second, so that a limit counts only for what is measured next to it.

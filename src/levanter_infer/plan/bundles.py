@@ -71,7 +71,7 @@ class _Scalar:
     predicate: str | None
     negated: bool
     otherwise: Operand
-    """What the result is where the predicate does not hold."""
+    """The result where the predicate does not hold."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -204,11 +204,16 @@ def _result(scalar: _Scalar, registers: dict[str, int | bool | None]) -> int | b
     otherwise = registers.get(scalar.otherwise) if isinstance(scalar.otherwise, str) else scalar.otherwise
     if taken is False:
         return otherwise if scalar.otherwise is not None else registers.get(scalar.result)
-    value = _computed(scalar.name, values)
+    value = computed(scalar.name, values)
     return value if taken or value == otherwise else None
 
 
-def _computed(name: str, values: list[int | bool | None]) -> int | bool | None:
+def computed(name: str, values: Sequence[int | bool | None]) -> int | bool | None:
+    """The result of a scalar instruction, such as `sadd` or `scmp.lt.s32`, whose predicate holds; None: not known.
+
+    Args:
+        values: its operands; None for those that are not known.
+    """
     if name == "pnand":
         return True if False in values else None if None in values else False
     if name == "por":

@@ -114,7 +114,7 @@ def scopes_of(line: str) -> list[str]:
 
 
 def codes(bodies: Mapping[str, Sequence[str]]) -> dict[str, str]:
-    """What each instruction computes, by its name: a text that instructions share which differ in names and origins
+    """A text of what each instruction computes, by its name; instructions share it which differ in names and origins
     alone. Args: bodies: `computations` of a program."""
     kinds = {match[1]: match[2] for lines in bodies.values() for line in lines if (match := _DEFINITION.match(line))}
 

@@ -39,7 +39,7 @@ PARTS = (MATMULS, ATTENTION, KV_WRITE, LAYERS, SAMPLING, CONTROL)
 
 @dataclasses.dataclass(frozen=True)
 class StepLaunches:
-    """What one step launches. Loops that run only when there is something to do, such as evictions and forks, are
+    """Launches of one step. Loops that run only when there is something to do, such as evictions and forks, are
     counted without a trip: only their condition is."""
 
     bucket: int

@@ -107,7 +107,7 @@ class Written(NamedTuple):
 
 
 def read_written(directory: str, name: str) -> Written:
-    """What was written last about the program `name` with `dumps.dump_options`.
+    """The files written last about the program `name` with `dumps.dump_options`.
 
     Raises: FileNotFoundError if a text is missing, as with another version of the compiler.
     """

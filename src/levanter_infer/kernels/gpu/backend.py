@@ -18,7 +18,7 @@ from levanter_infer.kernels.xla.backend import XlaBackend
 GPU = Platform("gpu")
 
 _IN_GRAPHS = "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,CONDITIONAL,WHILE"
-"""What XLA may put into CUDA graphs: by default it puts no loops there."""
+"""Commands that XLA may put into CUDA graphs: by default it puts no loops there."""
 _NOT_IN_GRAPHS = "fusion-dynamic-memcpy-rewriter"
 """A pass of XLA that makes a copy of the host's of a layer's slice, which no graph can hold."""
 

@@ -151,7 +151,7 @@ def _norm(x_ref, weight_ref, layer_ref, out_ref, *, eps: float) -> None:
 
 
 class _Inputs(NamedTuple):
-    """What a matmul reads beside its weights."""
+    """Arrays that a matmul reads beside its weights."""
 
     x: Any
     """[rows, ins]"""

@@ -40,7 +40,7 @@ def logit_stats(logits: Array, *, interpret: bool = False) -> tuple[Array, Array
 
 
 class _Stats(NamedTuple):
-    """Of parts of rows, [row, part] each."""
+    """Statistics of parts of rows, [row, part] each."""
 
     peak: Any
     total: Any

@@ -29,7 +29,7 @@ _CHUNK = 512
 _FAN = 16
 _KEY_BITS, _SIGN = 32, -(2**31)
 _MAX_BLOCK_BYTES = 6 * 2**20
-"""Of a block of logits, of which two are in VMEM."""
+"""Bytes of a block of logits; two blocks are in VMEM."""
 
 
 Interpret = pltpu.InterpretParams | bool
