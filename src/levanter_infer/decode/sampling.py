@@ -154,26 +154,18 @@ def sample(
     num_rows = jnp.max(jnp.where(used, jnp.arange(1, used.shape[0] + 1, dtype=jnp.int32), 0))
 
     def choose(z: Array, peak: Array, best: Array):
-        def drawn_tokens():
+        def draw_all():
             return _draw_tokens(z, peak, column, history.positions, greedy, vocab, kernels, num_rows, used)
 
-        with jax.named_scope(scopes.DRAWN):
-            drawn, drawn_logprobs = (
-                drawn_tokens()
-                if by_rows
-                else jax.lax.cond(
-                    jnp.any(~greedy & used),
-                    drawn_tokens,
-                    lambda: (jnp.zeros_like(history.positions), jnp.zeros_like(peak)),
-                )
-            )
-        return _possible(jnp.where(greedy, best, drawn), peak), jnp.where(greedy, 0, drawn_logprobs)
+        def draw_none():
+            return jnp.zeros_like(history.positions), jnp.zeros_like(peak)
+
+        with jax.named_scope(scopes.DRAWN):  # kernels skip rows by themselves
+            drawn, logprobs = draw_all() if by_rows else jax.lax.cond(jnp.any(~greedy & used), draw_all, draw_none)
+        return _possible(jnp.where(greedy, best, drawn), peak), jnp.where(greedy, 0, logprobs)
 
     def take_best():
         return _possible(_best(logits, peak, stats, vocab), peak), jnp.zeros_like(peak)
-
-    def choose_unchanged():
-        return choose(logits, peak, _best(logits, peak, stats, vocab))
 
     def process_and_choose():
         penalise = apply_penalties if kernels is None or by_rows else _penalise_by_chunks
@@ -187,16 +179,19 @@ def sample(
 
     def choose_changed_or_not():
         with jax.named_scope(scopes.CHANGED):
-            return jax.lax.cond(jnp.any(changed & used), process_and_choose, choose_unchanged)
+            return jax.lax.cond(
+                jnp.any(changed & used),
+                process_and_choose,
+                lambda: choose(logits, peak, _best(logits, peak, stats, vocab)),
+            )
 
     # Rows that want nothing else, the commonest, are spared the copy of the logits that processing works on: greedy
     # ones, and where a kernel draws, all whose logits stay as they are.
     changed = penalised | biased | banned
     if kernels is None or by_rows:
+        process = choose_changed_or_not if by_rows else process_and_choose
         with jax.named_scope(scopes.PROCESSED):
-            chosen, processed = jax.lax.cond(
-                jnp.any((changed | ~greedy) & used), choose_changed_or_not if by_rows else process_and_choose, take_best
-            )
+            chosen, processed = jax.lax.cond(jnp.any((changed | ~greedy) & used), process, take_best)
     else:
         chosen, processed = choose_changed_or_not()
     finite = (stats.total > 0) & (chosen >= 0)

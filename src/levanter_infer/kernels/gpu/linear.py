@@ -210,10 +210,8 @@ def _matmul(inputs: _Inputs, groups, *out_refs, tile: Tile, first_parts: tuple[i
                 x = (wide * factor[None, :]).astype(x.dtype)
             dims = (((1,), (1,)), ((), ()))
             precision = jax.lax.Precision.HIGHEST
-            products = [
-                jax.lax.dot_general(x, weight, dims, precision, preferred_element_type=f32) for weight in weights
-            ]
-            return tuple(acc + product for acc, product in zip(accs, products, strict=True)), squares
+            sums = [jax.lax.dot_general(x, weight, dims, precision, preferred_element_type=f32) for weight in weights]
+            return tuple(acc + each for acc, each in zip(accs, sums, strict=True)), squares
 
         zeros = (jnp.zeros((tile.rows, tile.outs), f32),) * len(weight_refs), jnp.zeros(tile.rows, f32)
         accs, squares = jax.lax.fori_loop(0, turns, turn, zeros)
