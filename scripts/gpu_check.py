@@ -19,6 +19,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[1] / "src"), str(Path(__file__).resolve().parents[1])]
 from tests.kernels.ragged import Sizes, attend, make_ragged  # noqa: E402
@@ -153,13 +154,13 @@ def sampling(sizes: list[tuple[int, int]], repeats: int = 5) -> int:
 
         @jax.jit
         def by_xla(z, rules, key):
-            def weigh(z, least=-jnp.inf):
+            def weigh(z, least: Array | float = -jnp.inf):
                 return jnp.where(z >= least, jnp.exp(z - rules.peak[:, None]), 0)
 
             counts = jnp.where(rules.top_k == 0, z.shape[1], rules.top_k)
             threshold = filter_thresholds(z, weigh, counts, rules.top_p)
             least = threshold[:, None]
-            words = random_words(*key, num_words(z.shape[1]))
+            words = random_words(key.seed, key.sample_index, key.position, num_words(z.shape[1]))
             token, _ = draw(weigh(z, least), lambda ids: weigh(jnp.take_along_axis(z, ids, 1, "fill"), least), words)
             return threshold, token
 
@@ -175,7 +176,7 @@ def sampling(sizes: list[tuple[int, int]], repeats: int = 5) -> int:
     return wrong
 
 
-def _keeps(logits: np.ndarray, threshold: np.floating, top_k: int, top_p: float) -> bool:
+def _keeps(logits: np.ndarray, threshold, top_k, top_p) -> bool:
     """Whether a threshold is that of a sort, where the masses of top_p may be off by rounding."""
     ordered = np.sort(logits)[::-1]
     kth = ordered[top_k - 1] if top_k else -np.inf

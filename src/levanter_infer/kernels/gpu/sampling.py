@@ -65,7 +65,7 @@ def thresholds(logits: Array, rules: DrawRules, *, interpret: bool = False) -> A
     outs = (jax.ShapeDtypeStruct((rows, _PARTS * count), jnp.float32), of_parts, of_parts)
     found = _call(_candidates, "candidates", (rows, _PARTS), outs, 4, interpret)(logits, rules)
     outs = (jax.ShapeDtypeStruct((rows,), jnp.float32),)
-    return _call(_thresholds, "thresholds", (rows,), outs, 8, interpret)(logits, rules, _Candidates(*found))[0]
+    return _call(_thresholds, "thresholds", (rows,), outs, 16, interpret)(logits, rules, _Candidates(*found))[0]
 
 
 def draw(
