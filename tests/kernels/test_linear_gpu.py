@@ -89,7 +89,9 @@ def test_a_gated_pair_has_the_bits_of_two_matmuls_and_a_gate(rows):
     gate, up = fused(call)
     (y,) = fused(dataclasses.replace(call, is_gated_pair=True))
     assert y.dtype == x.dtype
-    np.testing.assert_array_equal(np.asarray(y, np.float32), np.asarray(gated(up, gate), np.float32))
+    # A GPU's exponential is Triton's in one and XLA's in the other.
+    tolerance = 1e-2 if jax.default_backend() == "gpu" else 0
+    np.testing.assert_allclose(np.asarray(y, np.float32), np.asarray(gated(up, gate), np.float32), rtol=tolerance)
 
 
 def test_a_norm_of_its_own_equals_jnp():

@@ -34,6 +34,8 @@ pytestmark = pytest.mark.usefixtures("optimized")  # bits of what users run
 
 INTERPRET = jax.default_backend() != "gpu"
 BACKEND = make_backend("gpu_interpret" if INTERPRET else "gpu")
+ATOL = 2e-6 if INTERPRET else 2e-5
+"""Of log probabilities: a GPU's exponentials and logarithms are Triton's in one and XLA's in the other."""
 RNG = np.random.default_rng(11)
 
 
@@ -102,7 +104,7 @@ def test_draws_are_those_of_the_tree(vocab):
     )
     drawn = draws > 0
     np.testing.assert_array_equal(token, np.where(drawn, wanted, 0))
-    np.testing.assert_allclose(logprob, np.where(drawn, logprobs, 0), atol=2e-6)
+    np.testing.assert_allclose(logprob, np.where(drawn, logprobs, 0), atol=ATOL)
 
 
 def _at(z, ids):
@@ -151,7 +153,7 @@ def test_kernels_sample_what_xla_samples(changed):
             np.testing.assert_array_equal(getattr(ours, name)[:-1], getattr(theirs, name)[:-1], name)
         for name in ("logprobs", "processed_logprobs", "top_logprobs"):
             ours_of, theirs_of = getattr(ours, name)[:-1], getattr(theirs, name)[:-1]
-            np.testing.assert_allclose(ours_of, theirs_of, atol=2e-6, err_msg=name)
+            np.testing.assert_allclose(ours_of, theirs_of, atol=ATOL, err_msg=name)
 
 
 def test_rows_that_are_searched_and_rows_that_are_not_do_not_meet():
