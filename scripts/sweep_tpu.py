@@ -38,7 +38,13 @@ sys.path[:0] = [str(ROOT), str(ROOT / "src")]
 
 from scripts.family_shapes import family_shapes  # noqa: E402
 
-from levanter_infer.runtime.libtpu import TARGETS, compiler_environment, short_of  # noqa: E402
+from levanter_infer.runtime.libtpu import (  # noqa: E402
+    TARGETS,
+    compiler_environment,
+    short_of,
+    topology_devices,
+    topology_options,
+)
 
 HEADS = ((32, 8, 128), (64, 8, 128), (32, 8, 64), (16, 8, 128), (8, 4, 256))
 PAGES, CONTEXTS, SEQUENCES = (16, 32, 64, 128, 256), (2048, 8192, 32768, 131072), (16, 64, 256)
@@ -175,6 +181,8 @@ def kernel_digest(gen: str, jaxpr) -> str:
     """Digest of the kernels of a traced program, without the sizes of what they read from HBM and of tables of scalars,
     and of what compiles them."""
     digest = hashlib.sha256(gen.encode())
+    for option in topology_options(TARGETS[gen][0]).items():
+        digest.update("=".join(option).encode())
     digest.update(" ".join(importlib.metadata.version(name) for name in ("jax", "libtpu")).encode())
     for kernel in _kernels(jaxpr):
         body = " ".join(str(kernel.params["jaxpr"]).split())
@@ -235,11 +243,10 @@ class _Compiler:
     def __init__(self, gen: str):
         import jax
         import numpy as np
-        from jax.experimental import topologies
         from jax.sharding import Mesh, NamedSharding, PartitionSpec
         from scripts.tpu_builders import mixed
 
-        devices = topologies.get_topology_desc(TARGETS[gen][0], "tpu").devices
+        devices = topology_devices(TARGETS[gen][0])
         self._gen, self._builder = gen, mixed
         self._mesh = Mesh(np.asarray(devices[:1]), ("x",))
         self._placed = NamedSharding(self._mesh, PartitionSpec())

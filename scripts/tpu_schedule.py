@@ -38,6 +38,7 @@ from levanter_infer.runtime.libtpu import (  # noqa: E402
     read_hlo,
     schedule_flags,
     short_of,
+    topology_devices,
 )
 
 PASSES = "final_hlo-static-per-bundle", "post-delay-converter"
@@ -124,7 +125,6 @@ def _compile(job: dict) -> dict:
     """Fields of `Schedule` from a compiled program; runs in a process of its own."""
     import jax
     import numpy as np
-    from jax.experimental import topologies
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
     path, name = job["builder"].rsplit(":", 1)
@@ -135,7 +135,7 @@ def _compile(job: dict) -> dict:
     spec.loader.exec_module(module)
 
     sizes = tuple(job["mesh"].values())
-    devices = topologies.get_topology_desc(job["topology"], "tpu").devices[: math.prod(sizes)]
+    devices = topology_devices(job["topology"])[: math.prod(sizes)]
     mesh = Mesh(np.asarray(devices).reshape(sizes), tuple(job["mesh"]))
     everywhere = NamedSharding(mesh, PartitionSpec())
 

@@ -7,22 +7,14 @@ import json
 import os
 import sys
 
-_TOPOLOGIES = {"v5e": ("v5e:2x2", "v5litepod-4"), "v6e": ("v6e:2x2", "v6e-4")}
+from levanter_infer.runtime.libtpu import TARGETS, compiler_environment, topology_devices
 
 
 def main(generation: str, impl: str) -> None:
-    topology, accelerator = _TOPOLOGIES[generation]
-    os.environ.update(
-        TPU_SKIP_MDS_QUERY="1",
-        TPU_ACCELERATOR_TYPE=accelerator,
-        TPU_WORKER_HOSTNAMES="localhost",
-        JAX_PLATFORMS="cpu",
-        ALLOW_MULTIPLE_LIBTPU_LOAD="1",
-    )
+    os.environ.update(compiler_environment(generation))
     import jax
     import jax.numpy as jnp
     import numpy as np
-    from jax.experimental import topologies
     from jax.sharding import NamedSharding, PartitionSpec
 
     from levanter_infer.decode.programs import ProgramOptions, Programs
@@ -35,8 +27,7 @@ def main(generation: str, impl: str) -> None:
     from tests.hlo import pool_copies
     from tests.tiny_models import tiny_model
 
-    devices = topologies.get_topology_desc(topology, "tpu").devices
-    mesh = one_device_mesh(devices[0])
+    mesh = one_device_mesh(topology_devices(TARGETS[generation][0])[0])
     replicated = NamedSharding(mesh, PartitionSpec())
 
     def abstract(tree):

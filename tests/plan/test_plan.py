@@ -92,14 +92,19 @@ def test_figures_are_those_of_the_engine():
     assert (found.attention, found.matmul) == (engine.backend.attention, engine.backend.matmul)
 
 
-def test_the_speed_of_steps_in_blocks_is_not_modelled(capsys):
+def test_the_plan_of_steps_in_blocks_says_how_often_they_read_the_weights(capsys):
     engine = {"max_seqs": 16, "max_seq_len": 2048, "numerics": "batch_invariant"}
     spec = EngineSpec("v5e-4", shape("llama-3.1-8b"), "bfloat16", engine, {"model": 4})
     assert figures_of(spec).block_tokens == 256
     planned = plan.make_plan(spec, Workload(512, 256), compiles=False)
-    assert planned.speed is None
+    default = dataclasses.replace(spec, engine=engine | {"numerics": "default"})
+    ordinary = plan.make_plan(default, Workload(512, 256), compiles=False).speed
+    assert planned.speed is not None and ordinary is not None
+    assert planned.speed.decode.weights_s == ordinary.decode.weights_s  # a block
+    assert planned.speed.decode.compute_s > 10 * ordinary.decode.compute_s  # of 256 tokens in place of 16
+    assert planned.speed.tokens_per_s < ordinary.tokens_per_s
     show(planned, Console(width=200))
-    assert "not modelled for steps that are loops over blocks of 256 tokens" in capsys.readouterr().out
+    assert "all weights but the embeddings once for each block of 256 tokens" in capsys.readouterr().out
 
 
 def test_a_gemma_3_at_32k_tokens_holds_its_full_layers_and_a_window_of_the_others():

@@ -64,6 +64,28 @@ def test_a_step_that_reads_weights_takes_their_time_at_the_bandwidth():
     assert speed.tokens_per_s == pytest.approx(2 * 20 / (speed.decode.total_s + 20 / 400 * speed.prompt_s))
 
 
+def test_a_step_in_blocks_reads_the_weights_for_each_of_them():
+    blocks = dataclasses.replace(FIGURES, buckets=(128,), block_tokens=64, max_seqs=80, num_pages=25_000)
+    speed = model_speed(blocks, CHIP, Workload(600, 400), ())
+    assert speed.sequences == 80
+    assert speed.decode.weights_s == pytest.approx(2 * 8e-3)  # two blocks, and two of the head
+    flops = 2 * 128 * 4e9 + 80 * 800 * 4 * 8 * 100 * 10
+    assert speed.decode.compute_s == pytest.approx(flops / 1e14)
+    # Prompts: steps of 100 tokens in two blocks, and one block of the head
+    attention = 4 * 8 * 100 * 10 * 600**2 / 2 / 1e14
+    step = max(2 * 7e-3 + 1e-3, (2 * 128 * 3.5e9 + 2 * 64 * 5e8) / 1e14)
+    assert speed.prompt_s == pytest.approx(6 * step + attention)
+    one = model_speed(dataclasses.replace(blocks, max_seqs=64), CHIP, Workload(600, 400), ())
+    assert one.decode.weights_s == pytest.approx(8e-3)
+
+
+def test_sums_of_blocks_are_sent_for_each_of_them():
+    sharded = dataclasses.replace(FIGURES, model=MODEL | {"parts": 4}, buckets=(128,), block_tokens=64)
+    one = model_speed(sharded, CHIP, Workload(600, 400), None).decode.collectives_s
+    many = dataclasses.replace(sharded, max_seqs=80, num_pages=25_000)
+    assert model_speed(many, CHIP, Workload(600, 400), None).decode.collectives_s == pytest.approx(2 * one)
+
+
 def test_layers_with_a_window_read_no_more_than_that():
     windowed = dataclasses.replace(FIGURES, page_bytes=4 * 10**5, windows=(WindowFigures(100, 300, 12 * 10**5),))
     speed = model_speed(windowed, CHIP, Workload(600, 400), ())

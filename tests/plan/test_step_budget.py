@@ -126,6 +126,18 @@ def test_a_schedule_goes_before_what_the_compiler_expected():
     assert greedy.cycles[parts.ATTENTION] == 3 * (11 + 9) and not greedy.kernels
 
 
+def test_a_step_in_blocks_goes_through_the_forward_and_the_head_as_often_as_it_has_blocks():
+    hlo = ROUND.replace(loop("p3", "sampling/head_8", "head_8") + "\n", "")
+    assert hlo != ROUND
+    budgets = step_budgets(hlo, 5, (12,), unscheduled, block_tokens=4)
+    for budget in budgets:
+        blocks = 3 if budget.has_chunks else 2
+        assert budget.bucket == 4 * blocks
+        assert budget.cycles[parts.LAYERS] == 1000 * blocks
+        assert budget.cycles[parts.MATMULS] == 2 * 1000  # the head, of five rows
+        assert budget.cycles[parts.CONTROL] == 31
+
+
 def test_a_text_without_estimates_is_refused():
     with pytest.raises(ValueError, match="no estimates of cycles"):
         step_budgets(computation("steps", loop("o", "forward_8", "forward")), 8, (8,), unscheduled)

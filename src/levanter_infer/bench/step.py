@@ -1,8 +1,9 @@
 """One decode step beside the limits of memory and arithmetic, and where its time goes; of the C++ kernels for CPUs.
 
-The step is the difference between the calls of two lengths, as in `throughput`. The bound is the time to read all
-weights, and the keys and values of all sequences, or to multiply with the weights, at rates that are measured in turn
-with the calls (`bench/limits.py`). The parts are of one more pair of calls under JAX's profiler, by XLA's own events:
+The step is the difference between the calls of two lengths, as in `throughput`, with prompts in the prefix cache:
+what they take varies by less than a step, also with 128k tokens. The bound is the time to read all weights, and the
+keys and values of all sequences, or to multiply with the weights, at rates that are measured in turn with the calls
+(`bench/limits.py`). The parts are of one more pair of calls under JAX's profiler, by XLA's own events:
 each kernel by name, what XLA computes itself by scope, and `between`, what a step takes beyond them: the start of each
 operation, waits, and the host's work between rounds.
 """
@@ -10,6 +11,7 @@ operation, waits, and the host's work between rounds.
 import argparse
 import collections
 import dataclasses
+import itertools
 import re
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -49,7 +51,7 @@ _LINE = "XLAEigen"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch", type=numbers, default=(1, 32), help="sequences; default 1,32")
-    parser.add_argument("--prompt", type=int, default=128, help="prompt tokens; default 128")
+    parser.add_argument("--prompt", type=numbers, default=(128,), help="prompt tokens; default 128")
     parser.add_argument("--output", type=int, default=32, help="generated tokens; default 32")
     parser.add_argument("--mode", choices=SAMPLING, default="greedy", help="sampling; default greedy")
     parser.add_argument("--cpu-isa", default="auto", help="engine.cpu_isa; default auto")
@@ -58,36 +60,38 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Print one line per batch."""
+    """Print one line per batch and number of prompt tokens."""
     about, probe = provenance(), Probe()
     model = random_model(model_sizes(args), args.dtype)
-    for batch in args.batch:
-        longest = round_up(args.prompt + args.output + 1, 16)
+    for batch, prompt in itertools.product(args.batch, args.prompt):
+        longest = round_up(prompt + args.output + 1, 16)
         options = EngineConfig(
             max_seqs=batch,
             max_seq_len=longest,
-            prefix_cache=False,
+            prefix_cache=True,
             attention="cpu",
             matmul="cpu",
             cpu_isa=args.cpu_isa,
         )
         engine = InferenceEngine(model, config=options)
-        line = measure(engine, args, batch, probe)
+        line = measure(engine, args, batch, prompt, probe)
         config = {"model": model_sizes(args), "dtype": args.dtype, "sampling": SAMPLING[args.mode]}
         emit({"bench": "step", **line, "config": {**config, "cpu_isa": engine.backend.isa}, **about})
     emit({"bench": "step", "limits": probe.measured(), **about})
 
 
-def measure(engine: InferenceEngine, args: argparse.Namespace, batch: int, probe: Probe) -> dict[str, object]:
+def measure(
+    engine: InferenceEngine, args: argparse.Namespace, batch: int, prompt: int, probe: Probe
+) -> dict[str, object]:
     """The fields of one line."""
     sizes = model_sizes(args)
-    prompts = random_prompts(sizes["vocab"], [args.prompt] * batch, seed=batch)
+    prompts = random_prompts(sizes["vocab"], [prompt] * batch, seed=batch)
 
     def call(output: int) -> float:
         return timed_call(engine, prompts, args.mode, output)[0]
 
-    call(1 + args.output)  # compiles
-    work = Work.of(engine.model, sizes, args.dtype, batch, args.prompt + args.output // 2)
+    call(1 + args.output)  # compiles, and stores the prompts
+    work = Work.of(engine.model, sizes, args.dtype, batch, prompt + args.output // 2)
     assert engine.backend.isa is not None, "the C++ kernels compute"
     isa = multiplying_isa(engine.backend.isa, args.dtype)
     times, bounds = [], []
@@ -100,7 +104,7 @@ def measure(engine: InferenceEngine, args: argparse.Namespace, batch: int, probe
     parts = profiled(engine, call, args.output)
     return {
         "batch": batch,
-        "context": args.prompt + args.output // 2,
+        "context": prompt + args.output // 2,
         **dataclasses.asdict(work),
         "step_ms": summarize(times, 4) if known else None,
         **(share_of_bound(times, bounds) if known else {}),

@@ -84,10 +84,14 @@ class KvPages(Pool):
         write = KvWrite(latents, None, layer, batch.new_token_dests.array, page, offset, self.dtype)
         return self._written(write)[1]
 
+    def rotates(self, rotation: Rotation, q: Array, k: NamedArray) -> bool:
+        """Whether `rotate_and_write` takes these. Requires: the backend fuses a rotation. Args: as its own."""
+        return self.backend.rotates(rotation, q, k.rearrange((TOKEN, KV_HEADS, HEAD_SIZE)).array, self.dtype)
+
     def rotate_and_write(
         self, layer: Array, batch: PageBatchInfo, q: Array, k: NamedArray, v: NamedArray, rotation: Rotation
     ) -> tuple[Array, "KvPages"]:
-        """As `write`, but norms and rotates queries and keys first. Requires: the backend fuses it.
+        """As `write`, but norms and rotates queries and keys first. Requires: `rotates`.
 
         Args:
             q: [T, Hq, D], not yet rotated.

@@ -14,7 +14,6 @@ from collections.abc import Iterator, Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from levanter_infer.decode.programs import Program
@@ -24,7 +23,7 @@ from levanter_infer.kernels.tpu.backend import TpuBackend
 from levanter_infer.kernels.tpu.sizes import Tile, align_queries
 from levanter_infer.kernels.tpu.tiling import TABLE, Tiles, TileShape, candidates
 from levanter_infer.layers.layout import Layout
-from levanter_infer.runtime.libtpu import TARGETS, compiler_environment, short_of
+from levanter_infer.runtime.libtpu import TARGETS, compiler_environment, short_of, topology_devices
 
 _ROWS, _ROW_PAGES = 16, 256
 """Sizes of the call that is compiled; the kernels do not depend on them (`kernels.tpu.pipeline.scalars`)."""
@@ -131,7 +130,7 @@ def main() -> None:
     """The child: compiles the candidates on standard input until one is accepted, a line of JSON for each."""
     generation, job = sys.argv[1], json.load(sys.stdin)
     shape = TileShape(**job["shape"])
-    devices = topologies.get_topology_desc(TARGETS[generation][0], "tpu").devices
+    devices = topology_devices(TARGETS[generation][0])
     with jax.set_mesh(Mesh(np.asarray(devices[:1]), ("device",))):
         for fields in job["tiles"]:
             tiles = Tiles(**{path: Tile(**sizes) for path, sizes in fields.items()})

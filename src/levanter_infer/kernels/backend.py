@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Protocol
 import jax.numpy as jnp
 from jax import Array
 
-from levanter_infer.kernels.call import AttentionCall, GroupedCall, KvWrite, LinearCall, PoolShape
+from levanter_infer.kernels.call import AttentionCall, GroupedCall, KvWrite, LinearCall, PoolShape, Rotation
 
 
 class Work(enum.Enum):
@@ -289,6 +289,11 @@ class Backend(ABC):
     @abstractmethod
     def init_pool(self, shape: PoolShape) -> Array:
         """A pool of zeros."""
+
+    def rotates(self, rotation: Rotation, q: Array, k: Array, kv_dtype: jnp.dtype) -> bool:
+        """Whether `write_kv` takes this rotation of queries and keys, [T, heads, D] each. Requires:
+        `Fuse.ROTATION`."""
+        return Fuse.ROTATION in self.fuses
 
     @abstractmethod
     def write_kv(self, pool: Array, write: KvWrite) -> tuple[Array | None, Array]:

@@ -55,6 +55,8 @@ class AttentionCall:
     sinks: Array | None = None
     """f32[Hq], attention sinks (gpt-oss): a logit of each query head that takes part in the maximum and the sum of the
     softmax and has no value; -inf for none. Under a mesh, those of the device's heads."""
+    is_q_ordered: bool = False
+    """Whether a kernel has written `q` as it is read, token by token (`Backend.rotates`)."""
     value_dim: int | None = None
     """The pool is one of latents (`PoolShape.is_latent`), and values are the first `value_dim` numbers of their keys;
     results are [T, Hq, value_dim]. None: values are stored beside keys."""

@@ -252,10 +252,11 @@ class Attention(eqx.Module):
         Returns: [token, embed] and the pool.
         """
         q, k, v, gate = self._projected(x, around, inputs)
+        by_kernel = False
         if k is None or v is None:
             q = self._rotated_queries(q, inputs).rearrange((TOKEN, KV_HEADS, Q_HEADS_PER_GROUP, HEAD_SIZE))
         else:
-            q, v, kv = self._rotate_and_write((q, k, v), inputs, kv, layer, batch)
+            q, v, kv, by_kernel = self._rotate_and_write((q, k, v), inputs, kv, layer, batch)
         num_tokens, head_dim = q.array.shape[0], q.array.shape[3]
         call = AttentionCall(
             q=q.array.reshape(num_tokens, -1, head_dim),
@@ -270,6 +271,7 @@ class Attention(eqx.Module):
             kv_heads=q.axis_size(KV_HEADS),
             page_size=batch.page_size,
             sinks=None if self.sinks is None else self.sinks.array.reshape(-1),
+            is_q_ordered=by_kernel,
         )
         with jax.named_scope(scopes.ATTENTION):
             attended = kv.backend.attend(call)
@@ -366,21 +368,21 @@ class Attention(eqx.Module):
         kv: KvPages,
         layer: Array,
         batch: PageBatchInfo,
-    ) -> tuple[NamedArray, NamedArray, KvPages]:
+    ) -> tuple[NamedArray, NamedArray, KvPages, bool]:
         """Norm and rotate queries and keys, and write keys and values to the pool.
 
-        Returns: q [token, kv_head, q_heads_per_group, head_size], the values, and the pool.
+        Returns: q [token, kv_head, q_heads_per_group, head_size], the values, the pool, and whether a kernel rotated.
         """
         q, k, v = qkv
         order = (TOKEN, KV_HEADS, Q_HEADS_PER_GROUP, HEAD_SIZE)
         rotation = self._rotation(inputs) if Fuse.ROTATION in kv.backend.fuses else None
-        if rotation is None:
+        ordered = q.rearrange(order)
+        heads = ordered.array.reshape(ordered.array.shape[0], -1, ordered.array.shape[3])
+        if rotation is None or not kv.rotates(rotation, heads, k):
             q, k, v = self._rotated(q, k, v, inputs)
-            return q.rearrange(order), v, kv.write(layer, batch, k, v)
-        q = q.rearrange(order)
-        heads = q.array.reshape(q.array.shape[0], -1, q.array.shape[3])
+            return q.rearrange(order), v, kv.write(layer, batch, k, v), False
         rotated, kv = kv.rotate_and_write(layer, batch, heads, k, v, rotation)
-        return NamedArray(rotated.reshape(q.array.shape), q.axes), v, kv
+        return NamedArray(rotated.reshape(ordered.array.shape), ordered.axes), v, kv, True
 
     def _rotation(self, inputs: AttentionInputs) -> Rotation | None:
         """Norms and rotation as a kernel takes them; None where it cannot compute them."""

@@ -33,23 +33,19 @@ def gathered(
 
     Args:
         x: [row, in / parts], this device's columns.
-        weights: [out..., in]
+        weights: [out, in]; with more axes XLA copies a part of the inputs, instead of reading it in the matmul.
         norm: factors f32[in] and epsilon of an RMSNorm; None: there is none.
     """
     size = x.shape[1]
-    # As matrices: XLA copies a part of the inputs of weights with more axes, instead of reading it in the matmul.
-    matrices = [weight.reshape(num, -1) for weight, num in zip(weights, num_outs, strict=True)]
     totals: list[Array] = []
-    squares = jnp.zeros((x.shape[0], 1), jnp.float32)
 
     def add(columns: Array, part: Array) -> None:
         """Add what the columns of device `part` contribute."""
-        nonlocal squares, totals
+        nonlocal totals
         if norm is not None:
             wide = columns.astype(jnp.float32)
-            squares = squares + jnp.sum(wide * wide, axis=1, keepdims=True)
             columns = (wide * _chunk(norm[0], part, size, 0)[None]).astype(columns.dtype)
-        chunks = [_chunk(matrix, part, size, 1) for matrix in matrices]
+        chunks = [_chunk(weight, part, size, 1) for weight in weights]
         found = backend.linear(LinearCall(columns, chunks, num_outs))
         totals = found if not totals else [total + y for total, y in zip(totals, found, strict=True)]
 
@@ -70,8 +66,22 @@ def gathered(
             add(part[1], _at(here, distance, ring))
     if norm is None:
         return totals
-    scale = jax.lax.rsqrt(squares / jnp.float32(size * ring.parts) + jnp.float32(norm[1]))
+    scale = jax.lax.rsqrt(_sum_of_squares(x, ring) / jnp.float32(size * ring.parts) + jnp.float32(norm[1]))[:, None]
     return [total * scale for total in totals]
+
+
+def _sum_of_squares(x: Array, ring: ShardAxis) -> Array:
+    """f32[row], over the columns of all devices. Each device adds up its own columns, and the sums go around: they are
+    needed after the matmuls, which hide these transfers."""
+    wide = x.astype(jnp.float32)
+    total = up = down = jnp.sum(wide * wide, axis=1)
+    for distance in range(1, ring.parts // 2 + 1):
+        up = ring.shifted(up, 1)
+        total = total + up
+        if 2 * distance < ring.parts:
+            down = ring.shifted(down, -1)
+            total = total + down
+    return total
 
 
 def scattered(x: Array, weight: Array, ring: ShardAxis, backend: Backend) -> Array:

@@ -345,9 +345,16 @@ def _apply_on_ring(x: NamedArray, maps: Sequence[Linear], dtype, around: Fusion)
 
 
 def _of_layer(part: Linear) -> Array:
-    """The weight of its layer, [out..., in...] as it is stored."""
-    array = part.weight.array
-    return array if part.layer is None else jax.lax.dynamic_index_in_dim(array, part.layer, keepdims=False)
+    """The weight of its layer as a matrix, [out, in].
+
+    The stack is one of matrices before the layer is picked: with a change of shape between the layer's slice and that
+    of its inputs, XLA copies the layer before the matmul that reads it, instead of reading it in the matmul.
+    """
+    array, num_outs = part.weight.array, math.prod(axis.size for axis in part.outs)
+    if part.layer is None:
+        return array.reshape(num_outs, -1)
+    matrices = array.reshape(array.shape[0], num_outs, -1)
+    return jax.lax.dynamic_index_in_dim(matrices, part.layer, keepdims=False)
 
 
 def _factors(norm: RMSNorm | None) -> tuple[Array, float] | None:

@@ -23,7 +23,7 @@ from levanter_infer.plan.step_budget import step_budgets
 from levanter_infer.plan.targets import Target
 from levanter_infer.runtime import gpu_compiler
 from levanter_infer.runtime.dumps import dump_options
-from levanter_infer.runtime.libtpu import read_estimates, read_hlo, topology_options
+from levanter_infer.runtime.libtpu import read_estimates, read_hlo, topology_devices
 
 _LOWERED = {"gpu": "cuda"}
 """JAX's names of platforms for lowering, where they are others."""
@@ -56,8 +56,7 @@ def main() -> int:
 def devices_of(target: Target) -> list:
     """Devices to compile for. Raises: ValueError if the target needs devices on this machine and there are none."""
     if target.topology is not None:
-        options = topology_options(target.topology)
-        return list(topologies.get_topology_desc(target.topology, "tpu", **options).devices)
+        return topology_devices(target.topology)
     devices, chip = jax.devices(), target.chip  # which makes plugins known
     if chip.platform == "gpu":
         described = gpu_compiler.describe(chip.kind, chip.compute_capability, chip.memory_bytes, chip.memory_gbps)
@@ -73,15 +72,17 @@ def devices_of(target: Target) -> list:
 
 def _of_a_step(target: Target, shapes: Shapes, *, dumps: str) -> dict:
     """The fields of `CompiledProgram` about the steps of the round that was compiled last."""
-    if shapes.block_tokens is not None:
-        return {"no_budget": f"a step is a loop over blocks of {shapes.block_tokens} tokens (numerics=batch_invariant)"}
     try:
         if target.chip.platform == "tpu":
             cycles = Schedules(dumps, target.generation).cycles
-            found = {"budgets": step_budgets(read_estimates(dumps), shapes.max_seqs, shapes.forward_tokens, cycles)}
-        elif target.chip.platform == "gpu":
+            sizes = shapes.max_seqs, shapes.buckets
+            found = {"budgets": step_budgets(read_estimates(dumps), *sizes, cycles, shapes.block_tokens)}
+        elif target.chip.platform == "gpu" and shapes.block_tokens is None:
             written = gpu_compiler.read_written(dumps, "jit_one_round")
             found = {"launches": step_launches(written, shapes.max_seqs, shapes.forward_tokens)}
+        elif target.chip.platform == "gpu":
+            blocks = f"blocks of {shapes.block_tokens} tokens (numerics=batch_invariant)"
+            return {"no_budget": f"launches are not counted for a step that is a loop over {blocks}"}
         else:
             found = {}
     except (FileNotFoundError, ValueError) as error:  # another compiler writes another text; the plan does without

@@ -75,6 +75,11 @@ class Figures:
     """None: no layer remembers a state of fixed size."""
 
     @property
+    def forward_tokens(self) -> tuple[int, ...]:
+        """Token capacities that the forward is compiled for: the buckets, or the size of a block."""
+        return self.buckets if self.block_tokens is None else (self.block_tokens,)
+
+    @property
     def known_bytes(self) -> int:
         """Memory known from shapes, without workspace and code of the programs."""
         return self.weights_bytes + self.pool_bytes + self.tables_bytes + self.upload_bytes

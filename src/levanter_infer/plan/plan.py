@@ -91,10 +91,7 @@ def make_plan(
         why_not = _refusal(programs) or misfit_of(figures, extra)
     one_round = next(iter(programs), None)
     collectives = one_round.collectives if one_round is not None and one_round.error is None else None
-    # A step that is a loop over blocks reads the weights once for each, which the model of the speed does not know.
-    speed = None
-    if figures is not None and figures.block_tokens is None:
-        speed = model_speed(figures, _with_rates(spec), workload, collectives)
+    speed = None if figures is None else model_speed(figures, _with_rates(spec), workload, collectives)
     plan = Plan(spec, why_not, figures, programs, speed)
     return plan if why_not is None else _with_changes(plan, extra, compile_one if compiles else None)
 

@@ -109,10 +109,7 @@ def _sections(plan: Plan, figures: Figures):
             elif plan.programs[0].no_budget is not None:
                 yield "parts of a step", [f"not known: {plan.programs[0].no_budget}"]
     speed = plan.speed
-    if speed is None:
-        blocks = f"not modelled for steps that are loops over blocks of {figures.block_tokens} tokens"
-        yield "speed", [f"{blocks} (numerics=batch_invariant); numerics=default has a model"]
-        return
+    assert speed is not None
     step = speed.decode
     yield (
         "speed (modelled, a bound)",

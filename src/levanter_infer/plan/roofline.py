@@ -123,7 +123,9 @@ def model_speed(figures: Figures, chip: Chip, workload: Workload, collectives: t
         chip: with `memory_gbps` and `tflops`.
         collectives: collectives of the compiled round; None: it was not compiled.
     """
-    model = _Model(figures, chip, workload, collectives, figures.buckets)
+    if figures.block_tokens is not None:
+        collectives = None  # sums in order are an all-to-all and an all-gather, with the bytes of an all-reduce
+    model = _Model(figures, chip, workload, collectives, figures.forward_tokens)
     tokens_per_s = model.tokens_per_s
     gains = {name: more.tokens_per_s / tokens_per_s for name, more in model.with_more().items()}
     return Speed(
@@ -208,25 +210,29 @@ class _Model:
     def _step(self, tokens: int, context: float, sampled: int) -> StepTime:
         """Time of a step of `tokens` that reads keys and values of `context` tokens for each running sequence."""
         figures, model = self.figures, self.figures.model
-        index = next(i for i, size in enumerate(figures.buckets) if size >= tokens)
-        bucket, itemsize = figures.buckets[index], model["itemsize"]
+        sizes, itemsize = figures.forward_tokens, model["itemsize"]
+        index = next((i for i, size in enumerate(sizes) if size >= tokens), len(sizes) - 1)
+        blocks = math.ceil(tokens / sizes[index])  # one, unless `block_tokens` says how large they are
+        head_blocks = max(1, math.ceil(sampled / (figures.block_tokens or figures.max_seqs)))
+        head_rows = sampled if figures.block_tokens is None else head_blocks * figures.block_tokens
         share, touched = 1.0, 1.0
         if model["experts"]:
             share = model["experts_per_token"] / model["experts"]
-            touched = 1 - (1 - share) ** tokens
-        matrices = figures.weights_bytes - model["embedding_bytes"]
-        flops = 2.0 * bucket * (matrices - (1 - share) * model["expert_bytes"] - model["head_bytes"]) / itemsize
-        flops += 2.0 * sampled * model["head_bytes"] / itemsize
+            touched = 1 - (1 - share) ** (tokens / blocks)
+        layers = figures.weights_bytes - model["embedding_bytes"] - model["head_bytes"]
+        flops = 2.0 * blocks * sizes[index] * (layers - (1 - share) * model["expert_bytes"]) / itemsize
+        flops += 2.0 * head_rows * model["head_bytes"] / itemsize
         flops += self.sequences * context * self._attention_flops
         bandwidth = self.chip.memory_gbps * 1e9
         kinds = [(context, figures.page_bytes)]
         kinds += [(min(context, each.window), each.page_bytes) for each in figures.windows]
         read_bytes = sum(tokens * each / figures.page_size for tokens, each in kinds)
         return StepTime(
-            weights_s=(matrices - (1 - touched) * model["expert_bytes"]) / bandwidth,
+            weights_s=(blocks * (layers - (1 - touched) * model["expert_bytes"]) + head_blocks * model["head_bytes"])
+            / bandwidth,
             kv_s=self.sequences * read_bytes / bandwidth,
             compute_s=flops / self._flops_per_s,
-            collectives_s=self._send_s(index, sampled),
+            collectives_s=blocks * self._send_s(index, sampled),
         )
 
     def _send_s(self, index: int, sampled: int) -> float:
@@ -234,7 +240,7 @@ class _Model:
         figures, compiled = self.figures, self.compiled_buckets[index]
         found = assumed_collectives(figures, compiled) if self.collectives is None else self.collectives
         sent = step_collectives(found, dataclasses.replace(figures, buckets=self.compiled_buckets), compiled)
-        scale = figures.buckets[index] / compiled
+        scale = figures.forward_tokens[index] / compiled
         blocks = math.ceil(sampled / figures.sampled_rows)
         layers = figures.model["layers"]
         if self.collectives is not None:  # those of all bodies, of which a loop over periods runs each for some layers
@@ -244,14 +250,15 @@ class _Model:
 
 
 def _assumptions(figures: Figures, chip: Chip, workload: Workload, is_compiled: bool) -> tuple[str, ...]:
+    blocks = "" if figures.block_tokens is None else f" for each block of {figures.block_tokens} tokens"
     by = "measured here" if chip.platform == "cpu" else "from the data sheet"
     lines = [
         f"requests of {workload.prompt_tokens} prompt and {workload.output_tokens} generated tokens, always enough of "
         "them, which share nothing",
         f"memory at {chip.memory_gbps:.0f} GB/s and matmuls at {chip.tflops:.3g} Tflop/s, {by}, all of "
         "it used: an upper bound",
-        "a step reads all weights but the embeddings once and the keys and values of its sequences once, and computes "
-        "meanwhile",
+        f"a step reads all weights but the embeddings once{blocks} and the keys and values of its sequences once, and "
+        "computes meanwhile",
         "sequences are in the middle of their generation in the mean; prompts fill steps of their own",
         "the host's work is hidden behind the device's",
     ]

@@ -48,7 +48,7 @@ class StepBudget:
     """Cycles of one step of one core."""
 
     bucket: int
-    """Capacity in tokens of the step, or of a block of it (`Shapes.block_tokens`)."""
+    """Capacity in tokens of the step, which may be computed in blocks (`Shapes.block_tokens`)."""
     has_chunks: bool
     """Whether some rows have several tokens."""
     sampled: str
@@ -75,27 +75,36 @@ class StepBudget:
 
 
 def step_budgets(
-    hlo: str, max_seqs: int, buckets: Sequence[int], scheduled: Callable[[str], int | None]
+    hlo: str,
+    max_seqs: int,
+    buckets: Sequence[int],
+    scheduled: Callable[[str], int | None],
+    block_tokens: int | None = None,
 ) -> list[StepBudget]:
     """Budgets of a step of decoding, and of the largest one with prompts, for each kind of sampling.
 
     Args:
         hlo: the compiled round, with its estimates.
         max_seqs: `engine.max_seqs`.
-        buckets: `Shapes.forward_tokens` of the engine.
+        buckets: `Shapes.buckets` of the engine.
         scheduled: `Schedules.cycles` of the round.
+        block_tokens: `Shapes.block_tokens` of the engine: a step has as many blocks as its tokens need.
     Raises: ValueError if the text has no estimates or is no round of these buckets.
     """
     if _CYCLES.search(hlo) is None:
         raise ValueError("the program has no estimates of cycles, which the compiler of TPUs writes")
     program = _Program(computations(hlo), scheduled)
-    cases = [(_fitting(buckets, max_seqs), False), (buckets[-1], True)]
-    return [_budget(program, *case, max_seqs, sampled) for case in cases for sampled in SAMPLED]
+    decoding = _fitting(buckets, max_seqs) if block_tokens is None else -(-max_seqs // block_tokens) * block_tokens
+    cases = [(decoding, False), (buckets[-1], True)]
+    return [_budget(program, *case, block_tokens, max_seqs, sampled) for case in cases for sampled in SAMPLED]
 
 
-def _budget(program: "_Program", bucket: int, has_chunks: bool, max_seqs: int, sampled: str) -> StepBudget:
-    counter = _Counter(program, bucket, has_chunks, max_seqs, SAMPLED[sampled])
-    counter.add(program.step_body(scopes.forward(bucket)), 1, [])
+def _budget(
+    program: "_Program", bucket: int, has_chunks: bool, block_tokens: int | None, max_seqs: int, sampled: str
+) -> StepBudget:
+    size = block_tokens or bucket
+    counter = _Counter(program, size, bucket // size, has_chunks, max_seqs, SAMPLED[sampled])
+    counter.add(program.step_body(scopes.forward(size)), 1, [])
     cycles = {part: counter.cycles[part] for part in PARTS}
     others = counter.expected, counter.when_needed, counter.once, counter.kernels, counter.collectives
     counts = (dict(each) for each in others)
@@ -164,9 +173,12 @@ class _Program:
 class _Counter:
     """Adds up what a step executes."""
 
-    def __init__(self, program: _Program, bucket: int, has_chunks: bool, rows: int, taken: frozenset[str]):
-        self._program, self._bucket, self._has_chunks = program, bucket, has_chunks
-        self._rows, self._taken = rows, taken
+    def __init__(
+        self, program: _Program, size: int, num_blocks: int, has_chunks: bool, rows: int, taken: frozenset[str]
+    ):
+        """Args: size: of the forward that the step takes, `num_blocks` times."""
+        self._program, self._size, self._num_blocks = program, size, num_blocks
+        self._has_chunks, self._rows, self._taken = has_chunks, rows, taken
         self.cycles: collections.Counter[str] = collections.Counter()
         self.expected: collections.Counter[str] = collections.Counter()
         self.when_needed: collections.Counter[str] = collections.Counter()
@@ -212,15 +224,17 @@ class _Counter:
             self.add(body, times * trips, path)
         elif rows is not None:
             if rows == _fitting(self._program.head_rows, self._rows):
-                self.add(body, times, path)
+                blocks = -(-self._rows // rows) if path[-2:-1] == [scopes.head(rows)] else 1
+                self.add(body, times * blocks, path)
         elif bucket is None:
-            apart = _Counter(self._program, self._bucket, self._has_chunks, self._rows, self._taken)
+            sizes = self._size, self._num_blocks, self._has_chunks, self._rows
+            apart = _Counter(self._program, *sizes, self._taken)
             apart.add(body, 1, path)
             self.when_needed[_name_of(path)] += apart.cycles.total() + apart.when_needed.total()
-        elif bucket == self._bucket and (self._has_chunks or scopes.CHUNKS not in path):
-            before = self.cycles.total()
-            self.add(body, times, path)
-            if path[-2:-1] != [scopes.forward(bucket)] and scopes.CHUNKS not in path:
+        elif bucket == self._size and (self._has_chunks or scopes.CHUNKS not in path):
+            before, is_forward = self.cycles.total(), path[-2:-1] == [scopes.forward(bucket)]
+            self.add(body, times * self._num_blocks if is_forward else times, path)
+            if not is_forward and scopes.CHUNKS not in path:
                 self.once[_name_of(path)] += self.cycles.total() - before
 
     def _branch(self, line: str) -> str:

@@ -33,9 +33,17 @@ def compiler_environment(generation: str) -> dict[str, str]:
     }
 
 
+def topology_devices(topology: str) -> list:
+    """The `jax.Device`s of a topology such as v4:2x2x1 to compile for, one for each chip, in a process with
+    `compiler_environment`."""
+    from jax.experimental import topologies
+
+    return list(topologies.get_topology_desc(topology, "tpu", **topology_options(topology)).devices)
+
+
 def topology_options(topology: str) -> dict[str, str]:
-    """Options of `jax.experimental.topologies.get_topology_desc` with which a chip is one device, as on a machine. A v4
-    has one for each of its two cores otherwise."""
+    """Options of a topology with which a chip is one device, as on a machine. A v4 has one for each of its two cores
+    otherwise."""
     return {"chip_config_name": "megacore"} if topology.startswith("v4:") else {}
 
 

@@ -16,9 +16,9 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.experimental.pallas import tpu as pltpu
 
 from levanter_infer.kernels import scopes
-from levanter_infer.kernels.backend import Platform, Task, Work
-from levanter_infer.kernels.call import AttentionCall, GroupedCall, KvWrite, PoolShape, checked
-from levanter_infer.kernels.tpu import grouped, sampling
+from levanter_infer.kernels.backend import Fuse, Platform, Task, Work
+from levanter_infer.kernels.call import AttentionCall, GroupedCall, KvWrite, PoolShape, Rotation, checked
+from levanter_infer.kernels.tpu import grouped, rotate, sampling
 from levanter_infer.kernels.tpu.decode import decode_attention
 from levanter_infer.kernels.tpu.kv_write import write_kv
 from levanter_infer.kernels.tpu.pool import LANES, TpuPool
@@ -43,6 +43,7 @@ class TpuBackend(XlaBackend):
     name = "tpu"
     home = TPU
     kernels = frozenset({Work.MATMUL, Work.ATTENTION})
+    fuses = frozenset({Fuse.ROTATION})
     options = frozenset({"tiles"})
     grouped_ins = LANES
     """Else XLA stores the stacks with their experts in lanes, which need no padding, and every round copies them into
@@ -97,18 +98,26 @@ class TpuBackend(XlaBackend):
     def init_pool(self, shape: PoolShape) -> Array:
         return jnp.full(self.pool_shape(shape), 0, shape.dtype)
 
+    def rotates(self, rotation: Rotation, q: Array, k: Array, kv_dtype: jnp.dtype) -> bool:
+        return not self.is_apart and rotate.supports(q, k, rotation, kv_dtype)
+
     def write_kv(self, pool: Array, write: KvWrite) -> tuple[Array | None, Array]:
         # Under a `shard_map` these are the heads of one device.
         kv_heads, head_dim = write.k.shape[1:]
         value_dim = head_dim if write.v is None else None
         layout = TpuPool(kv_heads, head_dim, write.kv_dtype == jnp.int8, value_dim)
-        sides = (write.k,) if write.v is None else (write.k, write.v)
-        packed = layout.pack(*(sides if layout.scaled else (rounded(side, write.kv_dtype) for side in sides)))
+        q = write.q
+        if write.rotation is not None:
+            q, packed = _rotated_and_packed(write)
+        else:
+            sides = (write.k,) if write.v is None else (write.k, write.v)
+            packed = layout.pack(*(sides if layout.scaled else (rounded(side, write.kv_dtype) for side in sides)))
 
         def scatter(pages):
-            return pages.at[write.layer, write.page, :, write.offset].set(packed, mode="drop")
+            stored = packed.astype(pages.dtype)
+            return pages.at[write.layer, write.page, :, write.offset].set(stored, mode="drop")
 
-        return write.q, jax.lax.platform_dependent(
+        return q, jax.lax.platform_dependent(
             pool, tpu=lambda pages: write_kv(pages, write.layer, packed, write.dests), default=scatter
         )
 
@@ -120,6 +129,29 @@ class TpuBackend(XlaBackend):
         call = checked(call)
         _check_pool(call)
         return tpu_attention(call, self.tiles, invariant=self.is_apart, interpret=self.interpret)
+
+
+def _rotated_and_packed(write: KvWrite) -> tuple[Array, Array]:
+    """Rotated queries, and keys and values in the order of a page, of a write that `rotate.supports`."""
+    q, v, rotation = write.q, write.v, write.rotation
+    assert q is not None and v is not None and rotation is not None, "queries to rotate, keys and values"
+
+    def by_xla(q: Array, k: Array, v: Array, rotation: Rotation) -> tuple[Array, Array]:
+        layout = TpuPool(*k.shape[1:])
+        return _rotated(q, rotation), layout.pack(_rotated(k, rotation), v).astype(jnp.float32)
+
+    def of(compute):
+        return lambda q, k, v, cos, sin: compute(q, k, v, Rotation(cos, sin))
+
+    arrays = q, write.k, v, rotation.cos, rotation.sin
+    return jax.lax.platform_dependent(*arrays, tpu=of(rotate.rotate), default=of(by_xla))
+
+
+def _rotated(x: Array, rotation: Rotation) -> Array:
+    """Heads [T, heads, D] rotated in float32, in the dtype of `x`."""
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    cos, sin = rotation.cos[:, None], rotation.sin[:, None]
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
 
 
 def _layout(shape: PoolShape) -> TpuPool:
@@ -172,7 +204,7 @@ def tpu_attention(
     heads = call.kv_heads, call.q.shape[2], call.heads_per_kv_head
     shape = TileShape(generation(), *heads, call.page_size, call.kv_dtype.name, call.value_dim)
     tiles = choose(shape) if tiles is None else tiles
-    if not interpret:
+    if not interpret and not call.is_q_ordered:
         call = dataclasses.replace(call, q=_tokens_in_lanes(call.q))
     if invariant:
         tile = cut_queries(invariant_tile(tiles, shape), shape, call.num_tokens)
@@ -196,7 +228,10 @@ def tpu_attention(
 def _without_padding(call: AttentionCall, out: Array) -> Array:
     """The output with zeros for padding tokens."""
     live = jnp.arange(call.num_tokens, dtype=jnp.int32) < call.cu_q_lens[call.num_seqs]
-    return jnp.where(live[:, None, None], out, jnp.zeros((), out.dtype))
+    rows = jnp.where(live[:, None], out.reshape(call.num_tokens, -1), jnp.zeros((), out.dtype))
+    # Behind a barrier, so that XLA brings them into the order of the output projection once, and not in each of the
+    # matmuls that read them.
+    return jax.lax.optimization_barrier(rows).reshape(out.shape)
 
 
 def _tokens_in_lanes(q: Array) -> Array:

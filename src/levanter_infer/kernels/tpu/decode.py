@@ -9,6 +9,7 @@ free slots.
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +20,7 @@ from levanter_infer.kernels.rules import MASKED, NOTHING_SEEN
 from levanter_infer.kernels.tpu.pipeline import LOG2_E, Inputs, Item, Pipeline, Rows, mask_unmapped, run_kernel
 from levanter_infer.kernels.tpu.pool import LANES, TpuPool, apart, pairs, side_by_side
 from levanter_infer.kernels.tpu.scales import KEYS, VALUES, key_order, load_numbers, load_scales, scales_of_rows
-from levanter_infer.kernels.tpu.sizes import Scratch, Sizes, Tile
+from levanter_infer.kernels.tpu.sizes import SUBLANES, Scratch, Sizes, Tile
 from levanter_infer.kernels.tpu.tiling import shifts_words
 
 MANY_PAGES = 32
@@ -39,7 +40,9 @@ def decode_attention(call: AttentionCall, tile: Tile, operand: jnp.dtype, *, int
     pool = TpuPool.of(call)
     num_tokens, num_heads, _ = call.q.shape
     groups, q_rows = pool.groups, num_heads // pool.groups
-    rows = -(-q_rows // 8) * 8
+    sharing = _sharing_groups(groups // tile.parts, q_rows)
+    blocks, used = groups // sharing, sharing * q_rows
+    rows = -(-used // SUBLANES) * SUBLANES
     sizes = Sizes(
         tile=tile,
         pool=pool,
@@ -48,19 +51,29 @@ def decode_attention(call: AttentionCall, tile: Tile, operand: jnp.dtype, *, int
         rows=rows,
         operand=operand,
         in_words=pool.scaled and call.page_size % 32 == 0 and shifts_words(),
+        sharing=sharing,
     )
 
     def by_group(values: Array) -> Array:
         """[Hq] -> [groups, rows, 128]"""
-        padded = jnp.pad(values.reshape(groups, q_rows), ((0, 0), (0, rows - q_rows)))
-        return jnp.broadcast_to(padded[:, :, None], (groups, rows, LANES))
+        padded = jnp.pad(values.reshape(blocks, used), ((0, 0), (0, rows - used)))
+        return jnp.broadcast_to(jnp.repeat(padded, sharing, axis=0)[:, :, None], (groups, rows, LANES))
 
-    q = pool.pack_queries(call.q.astype(operand))
-    q = jnp.pad(q, ((0, 0), (0, 0), (0, rows - q_rows), (0, 0), (0, 0))).swapaxes(2, 3)
-    q = q.reshape(num_tokens, groups * pool.lane_tiles, rows, LANES)
+    q = pool.pack_queries(call.q.astype(operand)).reshape(num_tokens, blocks, used, pool.lane_tiles, LANES)
+    q = jnp.pad(q, ((0, 0), (0, 0), (0, rows - used), (0, 0), (0, 0))).swapaxes(2, 3)
+    q = q.reshape(num_tokens, blocks * pool.lane_tiles, rows, LANES)
     out = run_kernel(attend_decode, call, sizes, Inputs.of(call, sizes, q, by_group), interpret=interpret)
-    out = out.reshape(num_tokens, groups, pool.value_tiles, rows, LANES).swapaxes(2, 3)[:, :, :q_rows]
+    out = out.reshape(num_tokens, blocks, pool.value_tiles, rows, LANES).swapaxes(2, 3)[:, :, :used]
     return pool.unpack_outputs(out.reshape(num_tokens, groups, q_rows, pool.value_tiles * LANES))
+
+
+def _sharing_groups(groups: int, q_rows: int) -> int:
+    """Groups of heads whose queries fill the rows of one register, as `Sizes.sharing`.
+
+    A group of its own would be filled up with rows that are computed all the same, and XLA would copy queries into that
+    form, and the results out of it.
+    """
+    return max(n for n in range(1, groups + 1) if groups % n == 0 and (n == 1 or n * q_rows <= SUBLANES))
 
 
 def attend_decode(rows: Rows, inputs: Inputs, out_ref, scratch: Scratch, *, call: AttentionCall, sizes: Sizes):
@@ -129,15 +142,15 @@ def _compute(call: AttentionCall, pipeline: Pipeline, item, q_slot, subblock, pr
         return load_numbers(pipeline, slot, first_page + stretch * pages, pages, slab)
 
     def head_of(group, row):
-        """Query head of each row; padded rows repeat the last."""
-        per_group = sizes.heads_per_group
-        return (pipeline.part * sizes.groups + group) * per_group + jnp.minimum(row, per_group - 1)
+        """Query head of each row of the group's block; padded rows repeat the last."""
+        per_group, first = sizes.heads_per_group, group - group % sizes.sharing
+        return (pipeline.part * sizes.groups + first) * per_group + jnp.minimum(row, sizes.sharing * per_group - 1)
 
     def scores_of(group, stretch):
         """f32[rows, width]"""
         matmul = [
             dot(
-                side_by_side([scratch.q_buf[q_slot, group * tiles + t] for t in pair]),
+                side_by_side([scratch.q_buf[q_slot, group // sizes.sharing * tiles + t] for t in pair]),
                 side_by_side([load(sizes.keys(group, t), stretch) for t in pair]),
                 (((1,), (1,)), ((), ())),
             )
@@ -185,7 +198,11 @@ def _compute(call: AttentionCall, pipeline: Pipeline, item, q_slot, subblock, pr
         for pair in pairs(value_tiles):
             loaded = [load(sizes.values(group, t), stretch) for t in pair]
             if rules.mask_mod is not None:
-                seen = _seen_by_any(rules, sizes, start, q_pos[0, 0], width, functools.partial(head_of, group))
+                heads = [
+                    head_of(group, group % sizes.sharing * sizes.heads_per_group + i)
+                    for i in range(sizes.heads_per_group)
+                ]
+                seen = _seen_by_any(rules, sizes, start, q_pos[0, 0], width, heads)
                 loaded = [jnp.where(seen, values, jnp.zeros((), values.dtype)) for values in loaded]
             at = [group * value_tiles + t for t in pair]
             before = [carried(scratch.acc_ref[tile], stretch, f32(0)) * alpha for tile in at]
@@ -208,24 +225,30 @@ def _compute(call: AttentionCall, pipeline: Pipeline, item, q_slot, subblock, pr
         add_values(*unit, *own)
 
 
-def _seen_by_any(rules, sizes: Sizes, start, q_pos, width: int, head_of) -> Array:
-    """bool[width, 128]: which keys `mask_mod` shows to some head of the group. The values of the others are set to 0,
+def _seen_by_any(rules, sizes: Sizes, start, q_pos, width: int, heads: Sequence) -> Array:
+    """bool[width, 128]: which keys `mask_mod` shows to some of a group's heads. The values of the others are set to 0,
     because a weight of 0 does not suffice: 0 * NaN is NaN."""
     shape = (width, LANES)
     kv_pos = start + key_order(sizes, jax.lax.broadcasted_iota(jnp.int32, shape, 0), width)
-    seen = [
-        rules.seen(jnp.full(shape, q_pos), kv_pos, jnp.full(shape, head_of(row)))
-        for row in range(sizes.heads_per_group)
-    ]
+    seen = [rules.seen(jnp.full(shape, q_pos), kv_pos, jnp.full(shape, head)) for head in heads]
     return functools.reduce(jnp.logical_or, seen)
 
 
 def _finish(sizes: Sizes, scratch: Scratch, slot) -> None:
     """Write the outputs of a query block, acc / l, into their buffer."""
-    tiles, out = sizes.pool.value_tiles, scratch.out_buf
-    for group in range(sizes.groups):
-        denominator = jnp.sum(scratch.l_ref[group], axis=1, keepdims=True)
+
+    def own_rows(groups: Sequence[Array]) -> Array:
+        """The rows of each of the groups that share them, from its own results."""
+        return functools.reduce(
+            lambda found, i: jnp.where(row >= i * sizes.heads_per_group, groups[i], found), range(1, sharing), groups[0]
+        )
+
+    tiles, sharing, out = sizes.pool.value_tiles, sizes.sharing, scratch.out_buf
+    row = jax.lax.broadcasted_iota(jnp.int32, (sizes.rows, LANES), 0)
+    for block in range(sizes.groups // sharing):
+        groups = range(block * sharing, (block + 1) * sharing)
+        sums = [[scratch.acc_ref[group * tiles + t] for group in groups] for t in range(tiles)]
+        denominator = jnp.sum(own_rows([scratch.l_ref[group] for group in groups]), axis=1, keepdims=True)
         scale = jnp.float32(1) / jnp.where(denominator == 0, jnp.float32(1), denominator)
-        for t in range(tiles):
-            tile = group * tiles + t
-            out[slot, tile] = (scratch.acc_ref[tile] * scale).astype(out.dtype)
+        for t, each in enumerate(sums):
+            out[slot, block * tiles + t] = (own_rows(each) * scale).astype(out.dtype)

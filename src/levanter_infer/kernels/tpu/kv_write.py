@@ -20,8 +20,10 @@ from levanter_infer.kernels.tpu.pool import LANES
 
 _TOKENS = 128
 """New tokens per grid step, at most."""
-_SLOTS = 8
-"""Stretches in the ring."""
+_RING_BYTES = 2**19
+"""Bytes of the stretches in the ring, of which there are at least 8: half of them are on their way in, which hides the
+latency of HBM if they are many."""
+_MOST_SLOTS = 32
 
 
 class _Field(enum.IntEnum):
@@ -41,6 +43,8 @@ class _Sizes:
     """Tokens per stretch."""
     block: int
     """New tokens per grid step."""
+    slots: int
+    """Stretches in the ring; a power of two."""
 
 
 class _Scalars(NamedTuple):
@@ -52,13 +56,13 @@ class _Scalars(NamedTuple):
 
 class _Scratch(NamedTuple):
     ring: Any
-    """SMEM i32[_SLOTS, 4]: the fields of each stretch."""
+    """SMEM i32[slots, 4]: the fields of each stretch."""
     buf: Any
-    """VMEM [_SLOTS, slabs, rows, 128], the pool's dtype."""
+    """VMEM [slots, slabs, rows, 128], the pool's dtype."""
     in_sem: Any
-    """DMA semaphores [_SLOTS]."""
+    """DMA semaphores [slots]."""
     out_sem: Any
-    """DMA semaphores [_SLOTS]."""
+    """DMA semaphores [slots]."""
 
 
 def write_kv(pages: Array, layer: Array, tokens: Array, dests: Array, *, interpret: Any = False) -> Array:
@@ -84,9 +88,9 @@ def write_kv(pages: Array, layer: Array, tokens: Array, dests: Array, *, interpr
     wide = jnp.float32 if jnp.issubdtype(pages.dtype, jnp.floating) else jnp.int32
     tokens = jnp.pad(tokens.astype(wide), ((0, padding), (0, 0), (0, 0)))
     dests = jnp.pad(dests, (0, padding), constant_values=num_pages * page_size)
-    dma = pltpu.SemaphoreType.DMA
+    dma, slots = pltpu.SemaphoreType.DMA, _slots(slabs * rows * LANES * pages.dtype.itemsize)
     return pl.pallas_call(
-        functools.partial(_write, sizes=_Sizes(num_pages, page_size, rows, block)),
+        functools.partial(_write, sizes=_Sizes(num_pages, page_size, rows, block, slots)),
         out_shape=jax.ShapeDtypeStruct((pages.shape[0] * num_pages, *pages.shape[2:]), pages.dtype),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
@@ -98,10 +102,10 @@ def write_kv(pages: Array, layer: Array, tokens: Array, dests: Array, *, interpr
             out_specs=pl.BlockSpec(memory_space=pl.ANY),
             scratch_shapes=[
                 _Scratch(
-                    ring=pltpu.SMEM((_SLOTS, 4), jnp.int32),
-                    buf=pltpu.VMEM((_SLOTS, slabs, rows, LANES), pages.dtype),
-                    in_sem=dma((_SLOTS,)),
-                    out_sem=dma((_SLOTS,)),
+                    ring=pltpu.SMEM((slots, 4), jnp.int32),
+                    buf=pltpu.VMEM((slots, slabs, rows, LANES), pages.dtype),
+                    in_sem=dma((slots,)),
+                    out_sem=dma((slots,)),
                 )
             ],
         ),
@@ -113,18 +117,25 @@ def write_kv(pages: Array, layer: Array, tokens: Array, dests: Array, *, interpr
     )(_Scalars(dests, layer.reshape(1)), tokens, pages.reshape(-1, *pages.shape[2:])).reshape(pages.shape)
 
 
+def _slots(stretch_bytes: int) -> int:
+    slots = _MOST_SLOTS
+    while slots > 8 and slots * stretch_bytes > _RING_BYTES:
+        slots //= 2
+    return slots
+
+
 def _write(scalars: _Scalars, new, _, pool, scratch: _Scratch, *, sizes: _Sizes):
     ring, buf, in_sem, out_sem = scratch
     page_size, rows, block = sizes.page_size, sizes.rows, sizes.block
     end_dest = sizes.num_pages * page_size
     first_token = pl.program_id(0) * block
-    ahead = _SLOTS // 2
+    ahead = sizes.slots // 2
 
     def dest(token):
         return scalars.dests[first_token + jnp.minimum(token, block - 1)]
 
     def slot_of(stretch):
-        return jax.lax.rem(stretch, jnp.int32(_SLOTS))
+        return jax.lax.rem(stretch, jnp.int32(sizes.slots))
 
     def stretch_ref(slot):
         start = ring[slot, _Field.DEST]
@@ -155,7 +166,7 @@ def _write(scalars: _Scalars, new, _, pool, scratch: _Scratch, *, sizes: _Sizes)
 
         @pl.when(exists)
         def _():
-            pl.when(count >= _SLOTS)(lambda: store(slot).wait())
+            pl.when(count >= sizes.slots)(lambda: store(slot).wait())
             ring[slot, _Field.DEST], ring[slot, _Field.FIRST], ring[slot, _Field.COUNT] = start, token, end - token
             load(slot).start()
 
@@ -181,9 +192,10 @@ def _write(scalars: _Scalars, new, _, pool, scratch: _Scratch, *, sizes: _Sizes)
         store(slot).start()
         return stretch + 1, state
 
-    state = jnp.int32(0), jnp.int32(0)
-    for _ in range(ahead):
-        state = advance(state)
+    def wait_stored(back, count):
+        pl.when(count > back)(lambda: store(slot_of(count - 1 - back)).wait())
+        return count
+
+    state = jax.lax.fori_loop(0, ahead, lambda _, state: advance(state), (jnp.int32(0), jnp.int32(0)))
     _, (count, _) = jax.lax.while_loop(lambda c: c[0] < c[1][0], turn, (jnp.int32(0), state))
-    for back in range(1, _SLOTS + 1):
-        pl.when(count >= back)(lambda back=back: store(slot_of(count - back)).wait())
+    jax.lax.fori_loop(0, sizes.slots, wait_stored, count)

@@ -35,6 +35,8 @@ STRIPE = 256
 """Columns per stripe."""
 CHUNK = 256
 """Keys that softmax and the matmuls of a stripe take at once."""
+BEYOND = 2**30
+"""A position behind all queries."""
 _MAX_PAIRS = 2**22
 """Up to so many pairs a comparison of all takes fewer cycles than a search."""
 
@@ -234,7 +236,11 @@ class _Block:
                 sums.append(total)
                 if next_keys is not None:
                     maxima.append(self._put_scores(q_slot, stripe, next_keys.part(at, self.chunk)))
-                late.append(functools.partial(self._add_values, stripe, at, weights, factor if at == 0 else None))
+                late.append(
+                    functools.partial(
+                        self._add_values, stripe, pl.ds(at, self.chunk), weights, factor if at == 0 else None
+                    )
+                )
                 if len(late) > 1:
                     late.pop(0)()
             self.scratch.l_ref[own] = self.scratch.l_ref[own] * factor + functools.reduce(jnp.add, sums)
@@ -252,16 +258,27 @@ class _Block:
 
         def one(subblock, carry):
             keys, self.known_scales = _Keys(item, self.pipeline.slot(item), subblock * count, count), {}
-            mapped = mapped_keys(self.pipeline, item, self._positions(keys))
-            values = [self._values(keys, group) for group in range(self.sizes.groups)]
-            for stripe in self.stripes:
-                own = stripe.group, slice(None), stripe.columns
-                scores = self._scores(q_slot, stripe, keys, mapped)
-                m, factor = self._max(stripe, [_fold(scores, jnp.max)])
+            kv_pos = self._positions(keys)
+            visible = jnp.where(mapped_keys(self.pipeline, item, kv_pos) > 0, kv_pos, jnp.int32(BEYOND))
+            for group in range(self.sizes.groups):
+                self.scratch.value_ref[group, :, pl.ds(0, count)] = self._values(keys, group)
+
+            def begin(stripe: _Stripe) -> tuple[Array, Array]:
+                return self._max(stripe, [self._put_scores(q_slot, stripe, keys, visible)])
+
+            following, late = begin(self.stripes[0]), []
+            for number, stripe in enumerate(self.stripes, 1):
+                own, (m, factor) = (stripe.group, slice(None), stripe.columns), following
+                scores = self.scratch.score_ref[stripe.group, pl.ds(0, count), stripe.columns]
+                if number < len(self.stripes):
+                    following = begin(self.stripes[number])
                 weights, total = self._weights(stripe, keys, scores, m)
                 self.scratch.m_ref[own] = m
                 self.scratch.l_ref[own] = self.scratch.l_ref[own] * factor + total
-                self._add(stripe, values[stripe.group], weights, factor)
+                late.append(functools.partial(self._add_values, stripe, pl.ds(0, count), weights, factor))
+                if len(late) > 1:
+                    late.pop(0)()
+            late.pop()()
             return carry
 
         jax.lax.fori_loop(*self.pipeline.live_subblocks(item), one, 0)
@@ -304,8 +321,9 @@ class _Block:
         first_head = (pipeline.part * self.sizes.groups + stripe.group) * per_group
         return first_pos + query, first_head + column - query * per_group
 
-    def _scores(self, q_slot: Array, stripe: _Stripe, keys: _Keys, mapped: Array | None) -> Array:
-        """f32[keys, columns], in units of log2; with masks if `mapped` is given."""
+    def _scores(self, q_slot: Array, stripe: _Stripe, keys: _Keys, visible: Array | None) -> Array:
+        """f32[keys, columns], in units of log2; with masks if `visible` is given, positions i32[keys, 128] of which
+        those on pages that are none are `BEYOND`."""
         sizes, rules, scratch = self.sizes, self.rules, self.scratch
         tiles, f32 = sizes.pool.lane_tiles, jnp.float32
         matmul = [
@@ -327,9 +345,12 @@ class _Block:
             slopes = self.pipeline.inputs.slopes
             own = {} if slopes is None else dict(alibi_slopes=_Slopes(slopes, stripe.group, stripe.columns))
             scores = dataclasses.replace(rules, **own).scores(matmul, q_pos, kv_pos, head) * f32(LOG2_E)
-        if mapped is None:
+        if visible is None:
             return scores
-        return jnp.where(rules.seen(q_pos, kv_pos, head) & (_widen(mapped, stripe.count) > 0), scores, f32(MASKED))
+        # Causality hides what is beyond: one comparison for both.
+        visible = _widen(visible, stripe.count)
+        seen = rules.seen(q_pos, visible if rules.mask_mod is None else kv_pos, head)
+        return jnp.where(seen if rules.mask_mod is None else seen & (visible <= q_pos), scores, f32(MASKED))
 
     def _scales(self, stripe: _Stripe, keys: _Keys, side: int, head: Array) -> Array:
         """The scales of int8 keys or values for a stripe, f32[keys, columns]."""
@@ -350,10 +371,11 @@ class _Block:
             found = jnp.where(head >= (first + number) * sizes.q_per_kv, of(number), found)
         return found
 
-    def _put_scores(self, q_slot: Array, stripe: _Stripe, keys: _Keys) -> Array:
-        """Store scores without masks. Returns: their maxima, f32[8, columns]."""
-        scores = self._scores(q_slot, stripe, keys, None)
-        self.scratch.score_ref[stripe.group, pl.ds(keys.first, keys.count), stripe.columns] = scores
+    def _put_scores(self, q_slot: Array, stripe: _Stripe, keys: _Keys, visible: Array | None = None) -> Array:
+        """Store scores: with masks if `visible` is given, and then as the first. Returns: their maxima, f32[8,
+        columns]."""
+        scores, first = self._scores(q_slot, stripe, keys, visible), keys.first if visible is None else 0
+        self.scratch.score_ref[stripe.group, pl.ds(first, keys.count), stripe.columns] = scores
         return _fold(scores, jnp.max)
 
     def _max(self, stripe: _Stripe, maxima: list[Array]) -> tuple[Array, Array]:
@@ -395,12 +417,10 @@ class _Block:
             for at in self._chunks():
                 self.scratch.value_ref[group, :, pl.ds(at, self.chunk)] = self._values(keys.part(at, self.chunk), group)
 
-    def _add_values(self, stripe: _Stripe, at: int, weights: Array, factor: Array | None) -> None:
-        self._add(stripe, self.scratch.value_ref[stripe.group, :, pl.ds(at, self.chunk)], weights, factor)
-
-    def _add(self, stripe: _Stripe, values: Array, weights: Array, factor: Array | None) -> None:
-        """Add values times weights to acc, after its multiplication by `factor`."""
-        own = stripe.group, slice(None), stripe.columns
+    def _add_values(self, stripe: _Stripe, keys, weights: Array, factor: Array | None) -> None:
+        """Add the values of `keys`, a slice of those stored, times weights to acc, after its multiplication by
+        `factor`."""
+        own, values = (stripe.group, slice(None), stripe.columns), self.scratch.value_ref[stripe.group, :, keys]
         before = self.scratch.acc_ref[own]
         if factor is not None:
             before = (before.reshape(-1, SUBLANES, stripe.count) * factor[None]).reshape(before.shape)

@@ -41,8 +41,8 @@ class Scratch(NamedTuple):
     """Scratch memory of one grid step. `slots`, `pages` and `parts` are those of the `Tile`."""
 
     acc_ref: Any
-    """VMEM: running sum of p · v. Decode: f32[out_tiles, rows, 128]; prefill: f32[groups, numbers of a value,
-    columns]."""
+    """VMEM: running sum of p · v. Decode: f32[groups * value_tiles, rows, 128]; prefill: f32[groups, numbers of a
+    value, columns]."""
     m_ref: Any
     """VMEM: running maximum. Decode: f32[groups, rows, 128], the same in all lanes; prefill: f32[groups, 8, columns],
     the same in all sublanes."""
@@ -94,6 +94,9 @@ class Sizes:
     """Whether the prefill path computes rows of one query too, and the same sub-blocks of keys for every query."""
     in_words: bool = False
     """Whether decode converts int8 by shifts of 32-bit words, and so in another order of keys (`scales`)."""
+    sharing: int = 1
+    """Decode: neighbouring groups of heads whose queries stand in the same rows, group behind group; divides the groups
+    of a part. Each group is computed for all rows, and its own are used."""
 
     @property
     def least_queries(self) -> int:
@@ -129,12 +132,12 @@ class Sizes:
     @property
     def q_tiles(self) -> int:
         """Tiles of 128 lanes per row of queries of a part."""
-        return self.groups * self.pool.lane_tiles
+        return self.groups // self.sharing * self.pool.lane_tiles
 
     @property
     def out_tiles(self) -> int:
         """Tiles of 128 lanes per row of outputs of a part."""
-        return self.groups * self.pool.value_tiles
+        return self.groups // self.sharing * self.pool.value_tiles
 
     @property
     def heads_per_group(self) -> int:
@@ -144,7 +147,7 @@ class Sizes:
     @property
     def number_slabs(self) -> int:
         """Slabs per part that hold keys and values."""
-        return self.pool.sides * self.q_tiles
+        return self.pool.sides * self.groups * self.pool.lane_tiles
 
     @property
     def slabs(self) -> int:
@@ -176,7 +179,8 @@ class Sizes:
             score_ref=pltpu.VMEM((self.groups, self.tokens, rows), f32),
             value_ref=pltpu.VMEM((self.groups, value, self.tokens), self.operand),
         )
-        own = prefill if is_prefill else dict(acc_ref=pltpu.VMEM(out_block, f32))
+        sums = pltpu.VMEM((self.groups * self.pool.value_tiles, rows, LANES), f32)
+        own = prefill if is_prefill else dict(acc_ref=sums)
         return Scratch(
             m_ref=per_group,
             page_ids_buf=pltpu.SMEM((tile.slots + 1, self.id_chunks, 1, LANES), jnp.int32),
