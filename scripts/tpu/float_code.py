@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "src")]
 
 from levanter_infer.kernels import scopes  # noqa: E402
-from levanter_infer.plan.hlo import computations, operation_of, scopes_of  # noqa: E402
+from levanter_infer.plan.hlo import computations, loops_of, operation_of  # noqa: E402
 from levanter_infer.runtime.libtpu import read_hlo  # noqa: E402
 
 _INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?([\w.\-]+) = (.*)$")
@@ -66,10 +66,8 @@ class _Program:
         self._lines = computations(hlo)
 
     def body_of(self, loop: str) -> str:
-        for lines in self._lines.values():
-            for line in lines:
-                if operation_of(line) == "while" and scopes_of(line)[-2:] == [loop, "while"]:
-                    return _BODY.findall(line)[0]
+        for _, line in loops_of(self._lines, loop):
+            return _BODY.findall(line)[0]
         raise ValueError(f"the program has no loop of {loop}")
 
     @functools.cache  # noqa: B019
