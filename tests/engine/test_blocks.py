@@ -3,14 +3,23 @@
 import collections
 from types import SimpleNamespace
 
+import haliax as hax
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from haliax import Axis, NamedArray
+from scripts.tpu.float_code import float_code
 
+from levanter_infer.axes import ROW, ROW_BOUND, SEQ_PAGE, TOKEN
+from levanter_infer.cache.batch_info import PageBatchInfo
+from levanter_infer.decode.blocks import forward_in_blocks
 from levanter_infer.decode.invariants import check_invariants
+from levanter_infer.decode.scoring import keep_hidden
 from levanter_infer.engine.backend_choice import BackendChoice
 from levanter_infer.engine.config import EngineConfig
 from levanter_infer.engine.sizes import resolve_shapes
+from levanter_infer.kernels import scopes
 from levanter_infer.kernels.tpu.sizes import Tile
 from levanter_infer.kernels.tpu.tiling import Tiles
 from levanter_infer.layers.layout import one_device_mesh
@@ -22,8 +31,6 @@ from tests.family_cases import case_of, load, load_config
 from tests.golden_cases import load_case
 from tests.tiny_models import tiny_model
 
-REFUSED = {"kimi_linear"}
-"""Families whose bits differed between engines of different sizes; the cause is not known."""
 CONFIGS = (
     dict(max_seqs=8, page_size=4, max_step_tokens=16, max_pages=24),
     dict(max_seqs=24, page_size=16, max_step_tokens=48, max_pages=9),
@@ -79,15 +86,57 @@ def test_bits_of_the_kernels_for_gpus_are_those_of_the_request_alone():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model_type", sorted(FAMILIES.keys() - REFUSED))
+@pytest.mark.parametrize("model_type", sorted(FAMILIES))
 def test_bits_of_a_family_are_those_of_the_request_alone(model_type, tmp_path):
     model = load(load_case(case_of(model_type)), tmp_path)
     assert differing(model, Blocks(), 8, CONFIGS[:1])[0] == 0
 
 
+def loop_of_blocks(max_step_tokens: int) -> collections.Counter[str]:
+    """Float instructions in the loop over blocks of steps of so many tokens, where a layer without a state, as the
+    first, is followed by one with a state."""
+    shapes = chosen("tpu", max_step_tokens=max_step_tokens)[1]
+    (tokens,), (block,), rows, width = shapes.buckets, shapes.forward_tokens, shapes.max_rows, 8
+
+    def zeros(axis: str, size: int) -> NamedArray:
+        return NamedArray(jnp.zeros(size, jnp.int32), (Axis(axis, size),))
+
+    def forward(whole: PageBatchInfo, table, weights, memory):
+        def compute(batch, memory, routes):
+            states = jnp.tanh(table[batch.tokens.array] @ weights)
+            memory = memory + jnp.sum(states @ memory, axis=0, keepdims=True)
+            return memory, routes, keep_hidden(states @ memory, batch.cu_q_lens.array, shapes)
+
+        return forward_in_blocks(compute, whole, (memory, None, jnp.zeros((rows, width))), shapes)
+
+    whole = PageBatchInfo(
+        tokens=zeros(TOKEN, tokens),
+        positions=zeros(TOKEN, tokens),
+        slot_ids=zeros(ROW, rows),
+        cu_q_lens=zeros(ROW_BOUND, rows + 1),
+        seq_lens=zeros(ROW, rows),
+        page_indices=hax.named(jnp.zeros((rows, 1), jnp.int32), (ROW, SEQ_PAGE)),
+        num_seqs=hax.named(jnp.int32(0), ()),
+        new_token_dests=zeros(TOKEN, tokens),
+        page_size=shapes.page_size,
+    )
+    square = jnp.ones((width, width))
+    hlo = jax.jit(forward).lower(whole, square, square, square).compile().as_text()
+    assert hlo is not None
+    return float_code(hlo, scopes.forward(block))
+
+
+def test_steps_of_one_block_and_of_several_have_the_same_code(optimized):
+    """XLA moves out of a loop what does not change in it, and compiles it otherwise there."""
+    code = loop_of_blocks(max_step_tokens=256)
+    assert sum(each.startswith("dot") or "fusion" in each for each in code) > 2
+    assert code == loop_of_blocks(max_step_tokens=512)
+
+
 def chosen(platform: str, model=None, **config):
     device = SimpleNamespace(platform=platform, device_kind="TPU v5 lite", compute_capability="9.0")
-    engine = EngineConfig(numerics="batch_invariant", max_seqs=4, max_seq_len=64, max_step_tokens=16, **config)
+    sizes = dict(max_seqs=4, max_seq_len=64, max_step_tokens=16)
+    engine = EngineConfig(numerics="batch_invariant", **{**sizes, **config})
     model = model or tiny_model(dtype="bfloat16")
     backend = BackendChoice.choose(engine, model, has_mods=False, mesh=one_device_mesh(), device=device)
     return backend, backend.adapt(resolve_shapes(engine, model, 1))
@@ -106,11 +155,6 @@ def test_a_tpu_refuses_attention_with_other_shapes_for_chunks(attention):
         ValueError, match=f"not possible with .*attention={attention} on tpu: it computes decode tokens"
     ):
         chosen("tpu", attention=attention)
-
-
-def test_kimi_delta_attention_is_refused():
-    with pytest.raises(ValueError, match="not possible with Kimi delta attention on tpu"):
-        chosen("tpu", model=DecoderModel.types(load_config(case_of("kimi_linear")), jnp.dtype("bfloat16")))
 
 
 def test_a_gpu_takes_the_kernels_for_all_matmuls():

@@ -34,6 +34,7 @@ def forward_in_blocks(compute: Callable, whole: PageBatchInfo, carry: tuple, sha
     size = shapes.block_tokens
     assert size is not None
     num_tokens = whole.cu_q_lens.array[-1]
+    whole = _of_several_blocks(whole, size)
 
     def one_block(state):
         index, (cache, routes, hidden) = state
@@ -47,6 +48,32 @@ def forward_in_blocks(compute: Callable, whole: PageBatchInfo, carry: tuple, sha
 
     with jax.named_scope(scopes.forward(size)):
         return jax.lax.while_loop(lambda state: state[0] * size < num_tokens, one_block, (jnp.int32(0), carry))[1]
+
+
+def _of_several_blocks(whole: PageBatchInfo, size: int) -> PageBatchInfo:
+    """`whole` with arrays for the tokens of two blocks or more.
+
+    The tokens of a single block would be the same in every trip of the loop over blocks. XLA would move what is
+    computed from them alone, such as the first layer's matmuls, in front of the loop, and compile it otherwise than in
+    engines whose steps have several blocks.
+    """
+
+    def padded(values: NamedArray) -> NamedArray:
+        return hax.named(_rows_of_blocks(values.array, size), (TOKEN,))
+
+    def with_dests(batch):
+        return dataclasses.replace(batch, new_token_dests=padded(batch.new_token_dests))
+
+    windows = tuple(with_dests(own) for own in whole.windows)
+    return dataclasses.replace(
+        with_dests(whole), tokens=padded(whole.tokens), positions=padded(whole.positions), windows=windows
+    )
+
+
+def _rows_of_blocks(rows: Array, size: int) -> Array:
+    """Zeros behind `rows`, [n, ...], up to a multiple of `size`, and to two blocks at least."""
+    missing = max(-len(rows) % size, 2 * size - len(rows))
+    return jnp.pad(rows, ((0, missing), *[(0, 0)] * (rows.ndim - 1)))
 
 
 def _block(whole: PageBatchInfo, start: Array, size: int, shapes: Shapes) -> tuple[PageBatchInfo, Array]:
@@ -98,7 +125,7 @@ def logits_in_blocks(model, hidden: Array, num_rows: Array, size: int) -> Array:
     """Logits of the first `num_rows` hidden states [n, embed], for this device's part of the vocabulary: f32[n, vocab],
     zeros for the others. Computed for `size` rows at a time."""
     count = hidden.shape[0]
-    padded = jnp.pad(hidden, ((0, -count % size), (0, 0)))
+    padded = _rows_of_blocks(hidden, size)
 
     def one_block(state: tuple[Array, Array]) -> tuple[Array, Array]:
         index, logits = state
@@ -106,7 +133,7 @@ def logits_in_blocks(model, hidden: Array, num_rows: Array, size: int) -> Array:
         own = model.logits(hax.named(rows, (ROW, model.embed)), num_rows - index * size).rearrange((ROW, ...)).array
         return index + 1, jax.lax.dynamic_update_slice_in_dim(logits, own, index * size, 0)
 
-    zeros = jnp.zeros((padded.shape[0], model.vocab.part_size), jnp.float32)
+    zeros = jnp.zeros((count + -count % size, model.vocab.part_size), jnp.float32)
     with jax.named_scope(scopes.head(size)):
         state = jax.lax.while_loop(lambda state: state[0] * size < num_rows, one_block, (jnp.int32(0), zeros))
     return state[1][:count]

@@ -19,7 +19,6 @@ from levanter_infer.engine.sizes import kv_dtype, page_bytes
 from levanter_infer.kernels.backend import Backend, Platform, Task, Work
 from levanter_infer.kernels.registry import BACKENDS, make_backend, platform_of
 from levanter_infer.layers.attention import AttentionSpec
-from levanter_infer.layers.kimi_delta import KimiDeltaBlock
 from levanter_infer.layers.layout import Layout
 from levanter_infer.policies import CpuIsa, MatmulImpl, Numerics, PreemptionPolicy
 from levanter_infer.runtime.hosts import Hosts
@@ -115,11 +114,6 @@ class BackendChoice:
                 f"attention={self.attention} on {self.platform.name}: {refusals[0]}; use default"
             )
         if self.matmul_backend.block_tokens is not None:
-            if any(isinstance(block.recurrent, KimiDeltaBlock) for block in model.config.blocks):
-                raise ValueError(
-                    'engine.numerics="batch_invariant" is not possible with Kimi delta attention on '
-                    f"{self.platform.name}: engines of different sizes gave different bits; use default"
-                )
             has_library = self.matmul_backend.has_library
             place = library_matmul(model.config, model.dtype, *backends) if has_library else None
             if place is not None:
