@@ -1,8 +1,8 @@
 """Strict JAX for every test: implicit dtype and rank promotion are errors.
 
 Compilation is most of the time that these tests take, so they skip XLA's expensive optimisations, which change speed
-and not meaning, and share what they compile. A test that reads a compiled program asks for the real one with the
-fixture `optimized`.
+and not meaning, and share what they compile. Those are LLVM's, so that the HLO text of a compiled program is that of
+users; a test of bits or of time asks for the real code with the fixture `optimized`.
 """
 
 import gc

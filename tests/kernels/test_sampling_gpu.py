@@ -35,7 +35,7 @@ pytestmark = pytest.mark.usefixtures("optimized")  # bits of what users run
 INTERPRET = jax.default_backend() != "gpu"
 BACKEND = make_backend("gpu_interpret" if INTERPRET else "gpu")
 ATOL = 2e-6 if INTERPRET else 2e-5
-"""Of log probabilities: a GPU's exponentials and logarithms are Triton's in one and XLA's in the other."""
+"""Tolerance of log probabilities: a GPU's exponentials and logarithms are Triton's in one and XLA's in the other."""
 RNG = np.random.default_rng(11)
 
 

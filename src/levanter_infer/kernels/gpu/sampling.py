@@ -98,7 +98,7 @@ def _call(kernel, name: str, grid: tuple[int, ...], outs, warps: int, interpret:
 
 
 class _Candidates(NamedTuple):
-    """Of the parts of each row."""
+    """Candidates of the parts of each row."""
 
     values: Any
     """f32[row, part · depth · lane]"""
