@@ -1,8 +1,10 @@
-"""The attention kernel on the GPU of this machine: is it right, and how near to the memory's speed is it?
+"""The kernels for attention and sampling on the GPU of this machine: are they right, and how fast?
 
-Needs jax with CUDA and NumPy, nothing else. One JSON line per case; ends with 1 if a result is wrong.
+Needs jax with CUDA and NumPy, and for sampling also haliax and equinox. One JSON line per case; ends with 1 if a result
+is wrong.
 
 python scripts/gpu_check.py                              parity, then speed
+python scripts/gpu_check.py --sampling                   sampling's kernels beside XLA's code and a sort
 python scripts/gpu_check.py --speed --tile keys=32,warps=8   with other tiles than the kernel chooses
 """
 
@@ -17,6 +19,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[1] / "src"), str(Path(__file__).resolve().parents[1])]
 from tests.kernels.ragged import Sizes, attend, make_ragged  # noqa: E402
@@ -121,15 +124,94 @@ def _seconds(impl: str, rows: int, q_len: int, context: int, layers: int, repeat
     return min(times), rows * context * 2 * kv_heads * dim * 2
 
 
+def sampling(sizes: list[tuple[int, int]], repeats: int = 5) -> int:
+    """Thresholds beside a sort, tokens beside XLA's code, and the time of both, for (rows, vocabulary).
+
+    A token would differ only where two arrivals are equal to within the rounding of an exponential or a division, which
+    are Triton's in the kernels: one in a million.
+    """
+    from levanter_infer.decode.sampling_draw import draw, draw_rows, num_words, random_words
+    from levanter_infer.decode.sampling_filters import filter_thresholds
+    from levanter_infer.kernels.backend import DrawKey, DrawRules
+    from levanter_infer.kernels.gpu.sampling import GpuSampling
+
+    own, wrong = GpuSampling(jax.default_backend() != "gpu"), 0
+    for rows, vocab in sizes:
+        rng = np.random.default_rng(rows)
+        scales = np.resize([0.05, 1.0, 3.0, 6.0], rows)[:, None]  # flat rows, which are searched, and peaked ones
+        logits = (rng.standard_normal((rows, vocab)) * scales).astype(np.float32)
+        logits[::5] = np.round(logits[::5] * 4) / 4  # ties
+        top_k = np.resize([0, 40, 0, 5000, 1, 0], rows).astype(np.int32)
+        top_p = np.resize([0.9, 1.0, 0.3, 0.8, 1.0, 1.0, 0.999], rows).astype(np.float32)
+        peak, ones = jnp.asarray(logits.max(axis=1)), jnp.ones(rows, jnp.float32)
+        rules = DrawRules(peak, ones, -80 * ones, jnp.asarray(top_k), jnp.asarray(top_p), jnp.ones(rows, jnp.int32))
+        key = DrawKey(jnp.ones((rows, 2), jnp.uint32), jnp.arange(rows, dtype=jnp.int32), jnp.zeros(rows, jnp.int32))
+
+        @jax.jit
+        def by_kernels(z, rules, key):
+            threshold = own.thresholds(z, rules)
+            return threshold, *draw_rows(own, z, rules, threshold, key)
+
+        @jax.jit
+        def by_xla(z, rules, key):
+            def weigh(z, least: Array | float = -jnp.inf):
+                return jnp.where(z >= least, jnp.exp(z - rules.peak[:, None]), 0)
+
+            counts = jnp.where(rules.top_k == 0, z.shape[1], rules.top_k)
+            threshold = filter_thresholds(z, weigh, counts, rules.top_p)
+            least = threshold[:, None]
+            words = random_words(key.seed, key.sample_index, key.position, num_words(z.shape[1]))
+            token, _ = draw(weigh(z, least), lambda ids: weigh(jnp.take_along_axis(z, ids, 1, "fill"), least), words)
+            return threshold, token
+
+        arguments = jnp.asarray(logits), rules, key
+        (threshold, token, logprob), (_, wanted) = by_kernels(*arguments), by_xla(*arguments)
+        kept = [_keeps(*row) for row in zip(logits, np.asarray(threshold), top_k, top_p, strict=True)]
+        differ = int(np.sum(np.asarray(token) != np.asarray(wanted)))
+        good = all(kept) and differ == 0 and bool(np.all(np.isfinite(np.asarray(logprob))))
+        wrong += not good
+        micros = {name: _micros(call, arguments, repeats) for name, call in (("us", by_kernels), ("xla_us", by_xla))}
+        case = dict(rows=rows, vocab=vocab, differ=differ, thresholds=sum(kept))
+        print(json.dumps({"check": "sampling", "good": good, **case, **micros}), flush=True)
+    return wrong
+
+
+def _keeps(logits: np.ndarray, threshold, top_k, top_p) -> bool:
+    """Whether a threshold is that of a sort, where the masses of top_p may be off by rounding."""
+    ordered = np.sort(logits)[::-1]
+    kth = ordered[top_k - 1] if top_k else -np.inf
+    if top_p >= 1:
+        return bool(threshold == kth)
+    mass = np.exp(ordered.astype(np.float64) - ordered[0]) * (ordered >= kth)
+    share = np.cumsum(mass) / mass.sum()
+    above, kept = (int(np.sum(op(ordered, threshold))) for op in (np.greater, np.greater_equal))
+    before = share[above - 1] if above else 0.0
+    return bool(threshold >= kth and before < top_p + 1e-5 and share[kept - 1] >= top_p - 1e-5)
+
+
+def _micros(call, arguments: tuple, repeats: int) -> float:
+    jax.block_until_ready(call(*arguments))
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        jax.block_until_ready(call(*arguments))
+        times.append(time.perf_counter() - start)
+    return round(min(times) * 1e6, 1)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parity", action="store_true", help="only this")
     parser.add_argument("--speed", action="store_true", help="only this")
+    parser.add_argument("--sampling", action="store_true", help="only this")
     parser.add_argument("--impl", default="gpu,xla", help="whose speed; default gpu,xla")
     parser.add_argument("--tile", default="", help="fields of rpa_gpu.Tile for both lanes, name=value,…")
     args = parser.parse_args()
     if jax.default_backend() != "gpu":
         raise SystemExit(f"JAX runs on {jax.default_backend()} here; this needs an NVIDIA GPU and jax with CUDA")
+    if args.sampling:
+        sizes = [(rows, vocab) for rows in (1, 8, 64, 256) for vocab in (32_000, 128_256, 151_936, 262_144)]
+        return 1 if sampling(sizes) else 0
     both = args.parity == args.speed
     wrong = parity() if both or args.parity else 0
     if both or args.speed:

@@ -3,6 +3,7 @@
 # some stages, which are left out without them. Results: JSON lines in the folder $1 (default gpu-results), for
 # docs/benchmarks/gpu.md. Further arguments choose stages; without them all run, in this order:
 #   parity    the compiled attention kernel against the reference
+#   sampling  the kernels that sample against XLA's code and a sort, and their µs
 #   speed     its µs, GB/s and share of the memory's speed
 #   tests     the kernels' tests, compiled, and the engine's
 #   roofline  copy bandwidth, bfloat16 peak, decode and prefill of an 8B as shares of them, launches of a step from a
@@ -26,10 +27,13 @@ read -ra roofline <<<"${ROOFLINE:---shape 8B --batch 1,8,32,64}" # for a rehears
 
 nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv >"$results/device.csv" 2>&1
 if wanted parity; then "$python" scripts/gpu_check.py --parity | tee "$results/parity.jsonl" || failed=1; fi
+if wanted sampling && [[ $engine == 1 ]]; then
+  "$python" scripts/gpu_check.py --sampling | tee "$results/sampling.jsonl" || failed=1
+fi
 if wanted speed; then "$python" scripts/gpu_check.py --speed | tee "$results/speed.jsonl" || failed=1; fi
 if wanted tests && has pytest; then
   tests=(tests/kernels/test_ragged_paged_attention.py tests/kernels/test_rpa_gpu.py tests/kernels/test_linear_gpu.py
-    tests/kernels/test_kv_write_gpu.py)
+    tests/kernels/test_kv_write_gpu.py tests/kernels/test_logits_gpu.py tests/kernels/test_sampling_gpu.py)
   [[ $engine == 1 ]] && tests+=(tests/engine/test_gpu.py)
   "$python" -m pytest -p no:cacheprovider -m "slow or not slow" "${tests[@]}" | tee "$results/pytest.txt" || failed=1
 fi

@@ -184,20 +184,7 @@ def device_events(folder: Path) -> collections.Counter[str]:
 @contextlib.contextmanager
 def vllm_side(args, sizes: dict[str, int], batch: int):
     """vLLM in a process of its own; yields `(prompts, count) -> (seconds, tokens)`."""
-    config = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_size": sizes["hidden"],
-        "num_hidden_layers": sizes["layers"],
-        "num_attention_heads": sizes["heads"],
-        "num_key_value_heads": sizes["kv_heads"],
-        "intermediate_size": sizes["mlp"],
-        "vocab_size": sizes["vocab"],
-        "max_position_embeddings": 8192,
-        "rms_norm_eps": 1e-5,
-        "tie_word_embeddings": True,
-        "torch_dtype": "bfloat16",
-    }
+    config = {**workload.hf_config(sizes), "torch_dtype": "bfloat16"}
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(config))
         command = [args.vllm, str(ROOT / "scripts" / "peers" / "vllm_gpu.py")]

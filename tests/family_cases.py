@@ -54,18 +54,13 @@ def load_config(name: str) -> DecoderConfig:
 
 
 def one_per_memory() -> list[str]:
-    """For every combination of memories, within a layer and among layers, one of `served_names`: the one that compiles
-    fastest, because its layers have the fewest bodies."""
-    found: dict[frozenset, list[str]] = {}
+    """For every combination of memories, within a layer and among layers, the first that has it of `served_names`."""
+    first: dict[frozenset, str] = {}
     for model_type in served_names():
         blocks = _configs()[case_of(model_type)].blocks
         memories = frozenset(tuple(type(memory) for memory in block.memories) for block in blocks if block.memories)
-        found.setdefault(memories, []).append(model_type)
-    return [min(names, key=_num_bodies) for names in found.values()]
-
-
-def _num_bodies(model_type: str) -> int:
-    return sum(len(group.bodies) for group in _configs()[case_of(model_type)].groups)
+        first.setdefault(memories, model_type)
+    return list(first.values())
 
 
 def load(case: GoldenCase, directory: Path) -> DecoderModel:
@@ -83,8 +78,8 @@ def make_engine(model: DecoderModel, *, mesh=None, scoring: bool = False, **conf
     """An engine that is batch invariant if the model can be served so, and leaves rounding to XLA otherwise."""
     sizes = {**sizes_for(model.config), **config}
     try:
-        config = EngineConfig(**sizes, numerics="batch_invariant")
-        return InferenceEngine(model, config=config, mesh=mesh, scoring=scoring)
+        invariant = EngineConfig(**sizes, numerics="batch_invariant")
+        return InferenceEngine(model, config=invariant, mesh=mesh, scoring=scoring)
     except ValueError as error:
         if "batch_invariant" not in str(error):
             raise

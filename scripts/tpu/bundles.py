@@ -11,13 +11,11 @@ import glob
 import os
 import re
 
-from levanter_infer.plan.bundles import split_bundles
+from levanter_infer.plan.bundles import branch_targets, regions, split_bundles
 from levanter_infer.plan.cycles import estimated_cycles
 
 _FILE = re.compile(r"(?P<kernel>\d+-(?P<name>.+))-\d+-final_bundles\.txt")
 _NOT_KERNELS = ("TLP", "<late")  # the program around the kernels, and what it does before and after
-_REGION = re.compile(r"(Start|End) region (\d+)")
-_BRANCH = re.compile(r"sbr\.\w+[^;}]*target = \$region(\d+)")
 _ALLOCATION = re.compile(r"space=(vmem|smem), size = 0x([0-9a-f]+)[^\n]*?scoped, tag = '([^']*)")
 FILL, SPILL = "VLOAD:FILL", "VSTORE:SPILL"
 
@@ -131,25 +129,16 @@ def parse_kernel(name: str, schedule: str, usage: str, allocations: str, generat
 
 def _control_flow(bundles: list[str]) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
     """First and last bundle of each loop, and of each stretch that a forward branch passes over."""
-    starts: dict[str, int] = {}
-    ends: dict[str, int] = {}
+    areas, loops, skips = regions(bundles), {}, []
     for address, text in enumerate(bundles):
-        for kind, region in _REGION.findall(text):
-            if kind == "Start":
-                starts.setdefault(region, address)
-            else:
-                ends[region] = address
-    loops: dict[int, int] = {}
-    skips = []
-    for address, text in enumerate(bundles):
-        for region in _BRANCH.findall(text):
-            begin = starts.get(region)
-            if begin is not None and begin <= address:
-                loops[begin] = max(loops.get(begin, 0), ends.get(region, address), address)
+        for region in branch_targets(text):
+            target = areas.get(region)
+            if target is not None and target.start <= address:
+                loops[target.start] = max(loops.get(target.start, 0), target.stop - 1, address)
                 continue
-            passed = str(int(region) - 1)  # regions are numbered in program order: the one before the target
-            if passed in starts and passed in ends:
-                skips.append((starts[passed], ends[passed]))
+            passed = areas.get(str(int(region) - 1))  # regions are numbered in program order: the one before the target
+            if passed:
+                skips.append((passed[0], passed[-1]))
     return sorted(loops.items()), skips
 
 

@@ -11,7 +11,7 @@ import hashlib
 import re
 
 from levanter_infer.kernels import scopes
-from levanter_infer.plan.hlo import computations, operation_of, scopes_of
+from levanter_infer.plan.hlo import computations, loops_of, operation_of
 
 _INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?([\w.\-]+) = (.*)$")
 _BODY = re.compile(r"body=%?([\w.\-]+)")
@@ -53,10 +53,8 @@ class _Program:
         self._lines = computations(hlo)
 
     def body_of(self, loop: str) -> str:
-        for lines in self._lines.values():
-            for line in lines:
-                if operation_of(line) == "while" and scopes_of(line)[-2:] == [loop, "while"]:
-                    return _BODY.findall(line)[0]
+        for _, line in loops_of(self._lines, loop):
+            return _BODY.findall(line)[0]
         raise ValueError(f"the program has no loop of {loop}")
 
     @functools.cache  # noqa: B019

@@ -97,7 +97,7 @@ def test_a_search_alone_keeps_its_invariants_at_every_step_and_returns_its_best_
 def test_beams_go_on_with_the_state_of_those_that_they_continue(name, tmp_path):
     """Layers that remember a state of fixed size per sequence: all searches together, preempted too."""
     model, _ = load_model(write_checkpoint(tmp_path, load_case(name)), dtype="float32")
-    sizes = dict(max_seqs=6, max_seq_len=32, page_size=4, max_pages=PAGES, max_step_tokens=16)
+    sizes = dict(max_seqs=4, max_seq_len=32, page_size=4, max_pages=PAGES, max_step_tokens=16)
     engine = InferenceEngine(model, config=EngineConfig(**sizes, max_stop_sequences=40))
     asked = [(case, i) for case in STATE_CASES for i in range(len(PROMPT_LENS))]
     outputs = engine.generate([request_of(STATE_CASES[case], PROMPT_LENS[i]) for case, i in asked])

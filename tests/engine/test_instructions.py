@@ -237,7 +237,7 @@ def test_it_is_refused_where_the_kernels_compute_nothing():
 
 
 def sampled(isa: str, dtype: str):
-    config = EngineConfig(cpu_isa=isa, max_seqs=2, page_size=8, max_step_tokens=32, max_seq_len=64)
+    config = EngineConfig(cpu_isa=isa, max_seqs=2, page_size=8, max_step_tokens=4, max_seq_len=64)
     engine = InferenceEngine(tiny_model(dtype=dtype), config=config)
     sampling = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True, logprobs=0)
     (output,) = engine.generate([Request(prompt_token_ids=[1, 2, 3], sampling=sampling)])

@@ -54,7 +54,7 @@ def slow(*values):
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
-@pytest.mark.parametrize("backend", [slow({"attention": "reference"}), XLA, {}])
+@pytest.mark.parametrize("backend", [slow({"attention": "reference"}), XLA, slow({})])
 def test_paged_attention_gives_the_tokens_of_the_uncached_forward(backend):
     tokens, _ = run([0], max_seqs=1, **backend)
     assert tokens == [[expected()[0]]]
@@ -75,7 +75,7 @@ def test_mixed_batches_give_the_same_tokens_at_any_page_size(page_size, backend)
 
 
 def test_forks_give_the_same_tokens_and_copy_pages_only_where_they_diverge():
-    tokens, engine = run([0, 3], n=3, max_seqs=6, page_size=8)
+    tokens, engine = run([0, 3], n=3, max_seqs=6, page_size=8, max_step_tokens=6)
     assert tokens == [[expected()[0]] * 3, [expected()[3]] * 3]
     stats = engine.stats()
     assert stats["forks"] == 4
@@ -90,7 +90,7 @@ def test_preempted_sequences_give_the_same_tokens():
     engine = InferenceEngine(
         tiny_model(),
         config=EngineConfig(
-            max_seq_len=64, max_seqs=8, page_size=4, max_pages=24, max_step_tokens=16, max_round_steps=1, **XLA
+            max_seq_len=64, max_seqs=8, page_size=4, max_pages=24, max_step_tokens=8, max_round_steps=1, **XLA
         ),
     )
     sampling = SamplingParams(max_tokens=steps, temperature=0.0)
@@ -112,7 +112,7 @@ def test_preempted_sequences_give_the_same_tokens():
 def test_sampled_tokens_do_not_depend_on_company_slots_or_preemption():
     sampling = SamplingParams(max_tokens=12, temperature=1.0, top_p=0.9, n=2, seed=11)
     requests = [Request(prompt_token_ids=p, sampling=sampling, id=str(i)) for i, p in enumerate(prompts())]
-    roomy = InferenceEngine(tiny_model(), config=EngineConfig(max_seq_len=64, max_seqs=12))
+    roomy = InferenceEngine(tiny_model(), config=EngineConfig(max_seq_len=64, max_seqs=12, max_step_tokens=12))
     tight = InferenceEngine(
         tiny_model(), config=EngineConfig(max_seq_len=64, max_seqs=4, page_size=4, max_pages=16, max_step_tokens=16)
     )

@@ -51,7 +51,7 @@ def test_a_second_compilation_of_the_round_is_an_error_or_a_warning_that_names_w
         admission = empty_admission(engine.shapes)
         return dataclasses.replace(admission, tokens=np.zeros(2 * admission.tokens.size, np.int32))
 
-    model, sizes = tiny_model(), dict(max_seqs=2, max_seq_len=16, page_size=4)
+    model, sizes = tiny_model(), dict(max_seqs=2, max_seq_len=16, page_size=4, max_step_tokens=4)
     strict = InferenceEngine(model, config=EngineConfig(**sizes))
     strict.warmup()
     with pytest.raises(RecompilationError, match=r"admission\.tokens\S* was int32\[4096\] and is int32\[8192\]$"):
@@ -81,7 +81,7 @@ def test_two_hundred_mixed_requests_compile_nothing_new():
 
 
 @pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
-def test_the_round_program_makes_no_pool_sized_copy_on_a_cpu(dtype, optimized):
+def test_the_round_program_makes_no_pool_sized_copy_on_a_cpu(dtype):
     config = EngineConfig(max_seqs=8, max_seq_len=256, max_pages=4096, max_step_tokens=64)
     engine = InferenceEngine(tiny_model(dtype=dtype), config=config)
     assert len(engine.shapes.buckets) == 3

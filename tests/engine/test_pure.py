@@ -84,7 +84,7 @@ def test_it_samples_what_the_engine_samples_with_the_same_seeds_in_a_pool_for_on
     seeds = np.asarray([[0, 5], [1, 6], [0, 2**32 - 1]], np.uint32)
     output = compiled()(prompts, lens, seeds)
     compiled()(prompts, np.asarray([0, 99, 2], np.int32), seeds)  # lengths out of range end, too
-    engine = InferenceEngine(tiny_model(), config=EngineConfig(max_seqs=6, max_seq_len=32))
+    engine = InferenceEngine(tiny_model(), config=EngineConfig(max_seqs=6, max_seq_len=32, max_step_tokens=6))
     requests = [
         Request(
             prompt_token_ids=prompts[row, :length].tolist(),

@@ -42,14 +42,15 @@ def model_of(name: str):
     return jax.tree.map(moved, model)
 
 
-def make_engine(name: str, **config) -> InferenceEngine:
+def make_engine(name: str, *, scoring: bool = False, **config) -> InferenceEngine:
     sizes = dict(max_seqs=3, max_seq_len=LENGTH, page_size=4, max_pages=60, max_step_tokens=13)
-    return InferenceEngine(model_of(name), config=EngineConfig(**{**sizes, **config}))
+    return InferenceEngine(model_of(name), config=EngineConfig(**{**sizes, **config}), scoring=scoring)
 
 
 @functools.cache
 def shared_engine(name: str) -> InferenceEngine:
-    return make_engine(name, max_pages=34)
+    """Its round is compiled once, for scoring too."""
+    return make_engine(name, max_pages=34, scoring=True)
 
 
 @pytest.fixture(params=FAMILIES)
@@ -104,10 +105,9 @@ def test_samples_of_one_prompt_fork_with_the_state(name, engine, length):
     assert counted["forks"] == (2 if length > 1 else 0)
 
 
-def test_forks_of_a_parent_that_went_on_compute_the_prompt(name):
+def test_forks_of_a_parent_that_went_on_compute_the_prompt(name, engine):
     """Fewer sequences run at once than there are samples, and they diverge."""
-    engine = make_engine(name, max_seqs=2)
-    asked = request(text(17), max_tokens=6, temperature=1.0, n=4, seed=3)
+    asked = request(text(17), max_tokens=6, temperature=1.0, n=engine.shapes.max_seqs + 2, seed=3)
     (output,) = engine.generate([asked])
     assert len({tuple(c.token_ids) for c in output.completions}) > 1
     for completion in output.completions:
@@ -163,7 +163,7 @@ def test_equal_neighbours_that_share_a_body_are_all_computed(monkeypatch, attend
     config = family_for(raw).config_from_hf(raw)
     assert [body.counts for group in config.groups for body in group.bodies] == counts
     model = jax.tree.map(lambda leaf: 3 * leaf, DecoderModel.init(config, key=jax.random.key(2)))
-    engine = InferenceEngine(model, config=EngineConfig(max_seqs=2, max_seq_len=48, page_size=4, max_step_tokens=9))
+    engine = InferenceEngine(model, config=EngineConfig(max_seqs=2, max_seq_len=48, page_size=4, max_step_tokens=4))
     (output,) = engine.generate([request(text(20))])
     assert list(output.completions[0].token_ids) == uncached_greedy(model, text(20), 8)
 
@@ -176,15 +176,16 @@ def test_layers_without_a_mixer_or_a_feed_forward_block_are_served():
     assert group.cycle is not None and {len(block.parts) for block in group.cycle} == {1, 2}
     assert any(block.mixer is None for block in group.cycle) and any(0 in body.counts for body in group.bodies)
     model = jax.tree.map(lambda leaf: 2 * leaf, DecoderModel.init(config, key=jax.random.key(2)))
-    engine = InferenceEngine(model, config=EngineConfig(max_seqs=2, max_seq_len=48, page_size=4, max_step_tokens=9))
+    engine = InferenceEngine(model, config=EngineConfig(max_seqs=2, max_seq_len=48, page_size=4, max_step_tokens=4))
     (output,) = engine.generate([request(text(20))])
     assert list(output.completions[0].token_ids) == uncached_greedy(model, text(20), 8)
 
 
-def test_the_round_makes_no_copy_of_the_states(optimized):
+def test_the_round_makes_no_copy_of_the_states():
     """But of one layer where forks start, which copy the states of their parents."""
-    engine = make_engine("qwen3_5")
-    compiled = engine.programs.trace_round(engine.model, engine.state, engine.runner.nothing).lower().compile()
+    engine = shared_engine("qwen3_5")
+    engine.warmup()
+    compiled = engine.programs.compiled_round
     (pool,) = (pool for pool in engine.state.cache.pools if not pool.is_paged)
     for named in [*pool.arrays.values(), *engine.state.cache.snapshots[0].arrays.values()]:
         assert pool_copies(compiled.as_text(), (1, named.array.size), named.array.dtype) == []

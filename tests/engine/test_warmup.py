@@ -83,10 +83,10 @@ def test_what_is_refused_compiles_nothing_and_compiling_takes_nobodys_time(monke
 
 
 def test_an_engine_is_made_and_called_where_its_caller_has_enabled_64_bits():
-    config = EngineConfig(max_seqs=4, max_seq_len=32, page_size=4, max_pages=12)
+    config = EngineConfig(max_seqs=4, max_seq_len=32, page_size=4, max_pages=12, max_step_tokens=4)
     expected = uncached_greedy(tiny_model(), [3, 1, 4], 20)
     with jax.enable_x64(True):
-        engine = InferenceEngine(tiny_model(), config=config)
+        engine = InferenceEngine(tiny_model(), config=config, scoring=True)
         group = engine.submit(dataclasses.replace(REQUEST, sampling=SamplingParams(max_tokens=20, temperature=0.0)))
         engine.step_round(max_steps=2)
         engine.step_round(max_steps=2)
@@ -104,12 +104,12 @@ def test_an_engine_is_made_and_called_where_its_caller_has_enabled_64_bits():
 
 
 def test_an_engine_is_made_and_called_within_a_mesh_that_its_caller_has_set():
-    config = EngineConfig(max_seqs=4, max_seq_len=32, page_size=4)
+    config = EngineConfig(max_seqs=4, max_seq_len=32, page_size=4, max_step_tokens=4)
     search = Request(prompt_token_ids=[3, 1, 4], sampling=SamplingParams(max_tokens=4, num_beams=2))
     expected = InferenceEngine(tiny_model(), config=config).generate([REQUEST, search])
     trainers = Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("replica", "model"))
     with jax.set_mesh(trainers):
-        engine = InferenceEngine(tiny_model(), config=config)
+        engine = InferenceEngine(tiny_model(), config=config, scoring=True)
         found = engine.generate([REQUEST, search])
         engine.swap_weights(tiny_model())
         (scores,) = engine.score([[3, 1, 4]])

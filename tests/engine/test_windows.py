@@ -37,10 +37,11 @@ def gemma3_engine(backend: str) -> InferenceEngine:
     return InferenceEngine(windowed_model(GEMMA3), config=config)
 
 
-@pytest.mark.parametrize("backend", [pytest.param("xla", marks=pytest.mark.slow), pytest.param("cpu", marks=built)])
+@pytest.mark.parametrize("backend", ["xla", pytest.param("cpu", marks=[built, pytest.mark.slow])])
 def test_sequences_of_many_windows_give_the_tokens_of_the_uncached_forward(backend):
     """In chunks, more of them than run at once, so that window pages are used again and again."""
     engine = gemma3_engine(backend)
+    engine.reset()
     (window,) = engine.state.decode.windows
     assert (window.window, window.num_pages) == (7, engine.shapes.windows[0].num_pages) and window.num_pages < 72
     requests = [greedy(text(length, seed=i), 30) for i, length in enumerate((40, 1, 66, 5, 23, 40, 61))]
@@ -161,8 +162,8 @@ def test_bits_are_those_of_the_request_alone(windows):
     assert all(count > 0 for count in done.values()), done
 
 
-def test_the_round_program_copies_no_pool_of_either_kind(optimized):
-    config = EngineConfig(max_seqs=8, max_seq_len=1024, max_pages=4096, max_step_tokens=64)
+def test_the_round_program_copies_no_pool_of_either_kind():
+    config = EngineConfig(max_seqs=4, max_seq_len=1024, max_pages=4096, max_step_tokens=64)
     engine = InferenceEngine(windowed_model((100, 100, None)), config=config)
     compiled = engine.programs.trace_round(engine.model, engine.state, engine.runner.nothing).lower().compile()
     for pool in engine.state.cache.pools:

@@ -1,5 +1,6 @@
 """Matmuls of the `gpu` implementation, in Pallas' interpreter or, where there is a GPU, on it."""
 
+import dataclasses
 import functools
 
 import jax
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 
 from levanter_infer.kernels.call import LinearCall
-from levanter_infer.kernels.gpu.linear import norm_rows, normed, stacked_matmul
+from levanter_infer.kernels.gpu.linear import gated, norm_rows, normed, stacked_matmul
 
 LAYERS, LAYER = 3, 1
 
@@ -78,6 +79,19 @@ def test_norm_gate_and_residual_equal_numpy(rows, dtype):
     exact = narrow(opened / (1 + np.exp(-opened)) * wide, dtype) @ matrix.T + np.asarray(residual, np.float64)
     assert y.dtype == x.dtype
     np.testing.assert_allclose(np.asarray(y, np.float64), exact, **tolerance)
+
+
+@pytest.mark.parametrize("rows", [3, 40, 70])
+def test_a_gated_pair_has_the_bits_of_two_matmuls_and_a_gate(rows):
+    x, weights = problem(rows, 72, (33, 33))
+    norm = jnp.asarray(np.random.default_rng(3).standard_normal((LAYERS, 72)), x.dtype)
+    call = LinearCall(x, weights, [33, 33], jnp.int32(LAYER), norm=(norm, 0.5), dtype=x.dtype)
+    gate, up = fused(call)
+    (y,) = fused(dataclasses.replace(call, is_gated_pair=True))
+    assert y.dtype == x.dtype
+    # A GPU's exponential is Triton's in one and XLA's in the other.
+    tolerance = 1e-2 if jax.default_backend() == "gpu" else 0
+    np.testing.assert_allclose(np.asarray(y, np.float32), np.asarray(gated(up, gate), np.float32), rtol=tolerance)
 
 
 def test_a_norm_of_its_own_equals_jnp():

@@ -12,6 +12,7 @@ from jax._src.pallas.mosaic.interpret import interpret_pallas_call
 from jax.experimental.pallas import tpu as pltpu
 
 from levanter_infer.kernels.tpu import backend as tpu_backend
+from levanter_infer.kernels.tpu import kv_write
 from levanter_infer.kernels.tpu.kv_write import write_kv
 from levanter_infer.kernels.tpu.pool import TpuPool
 from levanter_infer.kernels.tpu.sizes import Tile, align_queries
@@ -347,3 +348,17 @@ def test_new_tokens_are_written_to_their_destinations_and_nothing_else_changes(d
         if dest < none:
             expected[1, dest // page_size, :, dest % page_size] = new[token].astype(jnp.float32)
     np.testing.assert_array_equal(out.astype(jnp.float32), expected)
+
+
+def test_more_stretches_are_written_than_the_ring_holds(monkeypatch):
+    monkeypatch.setattr(kv_write, "_MOST_SLOTS", 8)
+    rng, pages, page_size = np.random.default_rng(0), 21, 16
+    pool = jnp.asarray(rng.standard_normal((1, pages, 2, page_size, 128)), jnp.bfloat16)
+    dests = jnp.asarray([*(rng.permutation(pages)[:20] * page_size + rng.integers(0, 16, 20)), pages * page_size])
+    new = jnp.asarray(rng.standard_normal((21, 2, 128)), jnp.bfloat16)
+    params = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan")
+    out = write_kv(pool, jnp.int32(0), new, dests.astype(jnp.int32), interpret=params)
+    races = interpret_pallas_call.races
+    assert races is not None and not races.races_found
+    expected = pool.at[0, dests // page_size, :, dests % page_size].set(new, mode="drop")
+    np.testing.assert_array_equal(out.astype(jnp.float32), expected.astype(jnp.float32))

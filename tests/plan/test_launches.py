@@ -145,5 +145,8 @@ def test_the_round_for_an_h100_is_one_graph():
     for each in program.launches:
         assert (each.host_launches, each.host_conditions) == (0, 0)
         assert each.kernels["matmuls"] == 3 * 4 + 1
-        # Norms and gates are in the matmuls where there are few rows.
-        assert each.layer_kernels <= (13 if each.has_chunks else 10)
+        # Norms are in the matmuls where there are few rows.
+        assert each.layer_kernels <= (12 if each.has_chunks else 10)
+    sampling = {each.sampled: each.kernels["sampling"] for each in program.launches}
+    assert sampling["top_p"] == sampling["top_k"] == sampling["temperature"] <= sampling["greedy"] + 8  # no sort
+    assert sampling["penalties"] > sampling["top_p"]

@@ -2,6 +2,7 @@
 
 import argparse
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -51,24 +52,27 @@ def model_sizes(args: argparse.Namespace) -> dict[str, int]:
     return {name: size if getattr(args, name) is None else getattr(args, name) for name, size in sizes.items()}
 
 
+def hf_config(sizes: dict[str, int], max_positions: int = 8192) -> dict[str, Any]:
+    """config.json of a Llama of the given sizes with a tied head."""
+    return {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "hidden_size": sizes["hidden"],
+        "num_hidden_layers": sizes["layers"],
+        "num_attention_heads": sizes["heads"],
+        "num_key_value_heads": sizes["kv_heads"],
+        "intermediate_size": sizes["mlp"],
+        "vocab_size": sizes["vocab"],
+        "max_position_embeddings": max_positions,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 100000.0,
+        "tie_word_embeddings": True,
+    }
+
+
 def model_config(sizes: dict[str, int], max_positions: int = 8192) -> DecoderConfig:
-    """A Llama of the given sizes with a tied head."""
-    return LLAMA.config_from_hf(
-        {
-            "model_type": "llama",
-            "architectures": ["LlamaForCausalLM"],
-            "hidden_size": sizes["hidden"],
-            "num_hidden_layers": sizes["layers"],
-            "num_attention_heads": sizes["heads"],
-            "num_key_value_heads": sizes["kv_heads"],
-            "intermediate_size": sizes["mlp"],
-            "vocab_size": sizes["vocab"],
-            "max_position_embeddings": max_positions,
-            "rms_norm_eps": 1e-5,
-            "rope_theta": 100000.0,
-            "tie_word_embeddings": True,
-        }
-    )
+    """The configuration of `hf_config`."""
+    return LLAMA.config_from_hf(hf_config(sizes, max_positions))
 
 
 def random_model(sizes: dict[str, int], dtype: str, *, max_positions: int = 8192) -> DecoderModel:

@@ -22,19 +22,17 @@ import jax.numpy as jnp
 from jax import Array
 
 from levanter_infer.cache.arrays import gather, scatter, scatter_add
-from levanter_infer.decode.sampling_draw import draw, draw_by_kernels, num_words, random_words, row_sums
+from levanter_infer.decode.sampling_draw import draw, draw_by_kernels, draw_rows, num_words, random_words, row_sums
 from levanter_infer.decode.sampling_filters import filter_thresholds, thresholds_by_kernels
 from levanter_infer.decode.sampling_table import SamplingTable as SamplingTable
 from levanter_infer.decode.sampling_table import stop_match as stop_match
 from levanter_infer.kernels import scopes
-from levanter_infer.kernels.backend import Backend, SamplingKernels
+from levanter_infer.kernels.backend import MIN_EXPONENT, Backend, DrawKey, DrawRules, RowKernels, SamplingKernels
 from levanter_infer.kernels.loops import run_if
 from levanter_infer.layers.shard_axis import Vocabulary
 
 GREEDY_TEMPERATURE = 1e-5
 """Temperatures below this one are greedy: argmax, lowest id on ties."""
-_MIN_EXPONENT = -80.0
-"""Tokens e^80 times less likely than the likeliest one have probability 0, which keeps weights out of the denormals."""
 _HISTORY_CHUNK, _PENALISED_ROWS = 1024, 32
 
 
@@ -139,6 +137,7 @@ def sample(
     """
     kernels = None if backend is None or stats is None else backend.sampling_kernels(logits)
     as_read = kernels.as_read if kernels is not None else lambda logits: logits
+    by_rows = isinstance(kernels, RowKernels)
     vocab = _vocab_of(logits, vocab)
     stats = LogitStats.of(logits, vocab) if stats is None else stats
     column = rows.columns
@@ -155,41 +154,47 @@ def sample(
     num_rows = jnp.max(jnp.where(used, jnp.arange(1, used.shape[0] + 1, dtype=jnp.int32), 0))
 
     def choose(z: Array, peak: Array, best: Array):
-        with jax.named_scope(scopes.DRAWN):
-            drawn, drawn_logprobs = jax.lax.cond(
-                jnp.any(~greedy & used),
-                lambda: _draw_tokens(z, peak, column, history.positions, greedy, vocab, kernels, num_rows),
-                lambda: (jnp.zeros_like(history.positions), jnp.zeros_like(peak)),
-            )
-        return jnp.where(greedy, best, drawn), jnp.where(greedy, 0, drawn_logprobs), jnp.isfinite(peak)
+        def draw_all():
+            return _draw_tokens(z, peak, column, history.positions, greedy, vocab, kernels, num_rows, used)
+
+        def draw_none():
+            return jnp.zeros_like(history.positions), jnp.zeros_like(peak)
+
+        with jax.named_scope(scopes.DRAWN):  # kernels skip rows by themselves
+            drawn, logprobs = draw_all() if by_rows else jax.lax.cond(jnp.any(~greedy & used), draw_all, draw_none)
+        return _possible(jnp.where(greedy, best, drawn), peak), jnp.where(greedy, 0, logprobs)
+
+    def take_best():
+        return _possible(_best(logits, peak, stats, vocab), peak), jnp.zeros_like(peak)
 
     def process_and_choose():
-        penalise = apply_penalties if kernels is None else _penalise_by_chunks
+        penalise = apply_penalties if kernels is None or by_rows else _penalise_by_chunks
         z = run_if(jnp.any(biased), lambda z: as_read(add_bias(z, column, vocab)), as_read(logits))
-        z = run_if(jnp.any(penalised), lambda z: as_read(penalise(z, column, history, vocab, penalised)), z)
+        with jax.named_scope(scopes.PENALISED):
+            z = run_if(jnp.any(penalised), lambda z: as_read(penalise(z, column, history, vocab, penalised)), z)
         z = as_read(run_if(jnp.any(banned), lambda z: as_read(_ban_stops(z, column, banned, vocab)), z))
         found = None if backend is None or kernels is None else LogitStats.of_kernel(backend, z, num_rows, vocab)
         z_peak = vocab.shard_axis.max(jnp.max(z, axis=1)) if found is None else found.peak
         return choose(z, z_peak, _best(z, z_peak, found, vocab))
 
-    # Rows that want nothing else, the commonest, are spared the copy of the logits that processing works on: greedy
-    # ones, and where a kernel draws, all whose logits stay as they are.
-    changed = penalised | biased | banned
-    if kernels is None:
-        with jax.named_scope(scopes.PROCESSED):
-            chosen, processed, possible = jax.lax.cond(
-                jnp.any((changed | ~greedy) & used),
-                process_and_choose,
-                lambda: (_best(logits, peak, stats, vocab), jnp.zeros_like(peak), jnp.isfinite(peak)),
-            )
-    else:
+    def choose_changed_or_not():
         with jax.named_scope(scopes.CHANGED):
-            chosen, processed, possible = jax.lax.cond(
+            return jax.lax.cond(
                 jnp.any(changed & used),
                 process_and_choose,
                 lambda: choose(logits, peak, _best(logits, peak, stats, vocab)),
             )
-    finite = (stats.total > 0) & possible
+
+    # Rows that want nothing else, the commonest, are spared the copy of the logits that processing works on: greedy
+    # ones, and where a kernel draws, all whose logits stay as they are.
+    changed = penalised | biased | banned
+    if kernels is None or by_rows:
+        process = choose_changed_or_not if by_rows else process_and_choose
+        with jax.named_scope(scopes.PROCESSED):
+            chosen, processed = jax.lax.cond(jnp.any((changed | ~greedy) & used), process, take_best)
+    else:
+        chosen, processed = choose_changed_or_not()
+    finite = (stats.total > 0) & (chosen >= 0)
     wanted = jnp.where(finite, column["num_logprobs"], 0)
     top_ids, top_logprobs = _top_logprobs(logits, as_read, stats, wanted, used, max_top, vocab)
     return SampleOutput(
@@ -200,6 +205,11 @@ def sample(
         top_logprobs=top_logprobs,
         finite=finite,
     )
+
+
+def _possible(tokens: Array, peak: Array) -> Array:
+    """The tokens i32[row], -1 for rows without one: `peak` is not finite."""
+    return jnp.where(jnp.isfinite(peak), tokens, -1)
 
 
 def _vocab_of(logits: Array, vocab: Vocabulary | None) -> Vocabulary:
@@ -342,12 +352,13 @@ def _draw_tokens(
     positions: Array,
     greedy: Array,
     vocab: Vocabulary,
-    kernels: SamplingKernels | None,
+    kernels: SamplingKernels | RowKernels | None,
     num_rows: Array,
+    used: Array,
 ):
     """Temperature, filters and the draw. Returns: tokens i32[row] and their log probabilities f32[row]."""
     inverse = jnp.where(greedy, 1, 1 / jnp.where(greedy, 1, column["temperature"]))
-    floor = jnp.maximum(jnp.minimum(jnp.log(column["min_p"]), 0), _MIN_EXPONENT)
+    floor = jnp.maximum(jnp.minimum(jnp.log(column["min_p"]), 0), MIN_EXPONENT)
 
     def exponents(z):
         return (z - peak[:, None]) * inverse[:, None]
@@ -360,13 +371,22 @@ def _draw_tokens(
     off = greedy | ~jnp.isfinite(peak)
     top_k = jnp.where(off | (column["top_k"] == 0), vocab.size, jnp.minimum(column["top_k"], vocab.size))
     top_p = jnp.where(off, 1, column["top_p"])
+    if isinstance(kernels, RowKernels):
+        drawn = used & ~greedy & jnp.isfinite(peak)
+        is_k, is_p = drawn & (top_k < vocab.size), drawn & (top_p < 1)
+        rules = DrawRules(
+            peak, inverse, floor, jnp.where(is_k, top_k, 0), jnp.where(is_p, top_p, 1), drawn.astype(jnp.int32)
+        )
+        key = DrawKey(column["seed"], column["sample_index"], positions)
+        return draw_rows(kernels, logits, rules, kernels.thresholds(logits, rules), key)
+    words = random_words(column["seed"], column["sample_index"], positions, num_words(vocab.size))
     everything = jnp.full_like(peak, -jnp.inf)
 
     def terms(threshold: Array, floor: Array) -> Array:
         return jnp.stack([peak, inverse, threshold, floor], axis=1)
 
     def thresholds():
-        lightest = jnp.full_like(peak, _MIN_EXPONENT)
+        lightest = jnp.full_like(peak, MIN_EXPONENT)
         if kernels is not None:
             own = terms(everything, lightest)
             return thresholds_by_kernels(kernels, logits, own, top_k, top_p, vocab, num_rows)
@@ -377,8 +397,6 @@ def _draw_tokens(
 
     def at(ids):
         return vocab.at(logits if kernels is None else kernels.as_read(logits), ids, -jnp.inf)
-
-    words = random_words(column["seed"], column["sample_index"], positions, num_words(vocab.size))
 
     if kernels is not None:
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from levanter_infer.axes import VOCAB_GROUPS
-from levanter_infer.kernels.backend import SamplingKernels
+from levanter_infer.kernels.backend import DrawKey, DrawRules, RowKernels, SamplingKernels
 from levanter_infer.layers.shard_axis import Vocabulary
 
 FAN = VOCAB_GROUPS
@@ -163,6 +163,17 @@ def draw_by_kernels(
     child = _first_child(masses, clocks[:, -FAN:])
     chosen = jax.lax.broadcasted_iota(jnp.int32, values.shape, 1) == child[:, None]
     return node + sizes[1] * child, upper[:, -LANES], jnp.sum(jnp.where(chosen, values, 0), axis=1)
+
+
+def draw_rows(
+    kernels: RowKernels, logits: Array, rules: DrawRules, threshold: Array, key: DrawKey
+) -> tuple[Array, Array]:
+    """`draw` of the weights of rows of the whole vocabulary, with the same sums in the same order and the words that
+    `random_words` gives for the key.
+
+    Returns: the token i32[row] and its log probability, f32[row].
+    """
+    return kernels.draw(logits, rules, threshold, key, _level_sizes(logits.shape[1]))
 
 
 def _children(node: Array, width: int) -> Array:

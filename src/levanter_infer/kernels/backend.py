@@ -9,7 +9,7 @@ import enum
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import jax.numpy as jnp
 from jax import Array
@@ -31,6 +31,8 @@ class Fuse(enum.Enum):
     """RMSNorm of a matmul's input."""
     GATE = "gate"
     """SwiGLU's gate of a matmul's input."""
+    GATED_PAIR = "gated pair"
+    """SwiGLU's gate of the results of two matmuls of one input."""
     RESIDUAL = "residual"
     """A sum with a matmul's result."""
     ROTATION = "rotation"
@@ -129,6 +131,63 @@ class SamplingKernels(Protocol):
     ) -> tuple[Array, Array]:
         """The choices of `sampling_draw.draw` but the last two: an entry of the second level, i32[row], and the entries
         of the first that it is the sum of, f32[row, FAN]."""
+        ...
+
+
+MIN_EXPONENT = -80.0
+"""Tokens e^80 times less likely than the likeliest one have probability 0, which keeps weights out of the denormals."""
+
+
+class DrawRules(NamedTuple):
+    """How each row is drawn. A logit weighs e^((logit - peak) * inverse)."""
+
+    peak: Any
+    """f32[row], the largest logit."""
+    inverse: Any
+    """f32[row], of the temperature."""
+    floor: Any
+    """f32[row], the least exponent of a token that may be drawn, `MIN_EXPONENT` or more."""
+    top_k: Any
+    """i32[row]; 0: off."""
+    top_p: Any
+    """f32[row]; 1: off."""
+    draws: Any
+    """i32[row], 1 for rows that are drawn; the results of the others are 0."""
+
+
+class DrawKey(NamedTuple):
+    """The arguments of `sampling_draw.random_words`, by which the draw of each row is random."""
+
+    seed: Any
+    """u32[row, 2], high word first."""
+    sample_index: Any
+    """i32[row]"""
+    position: Any
+    """i32[row]"""
+
+
+@runtime_checkable
+class RowKernels(Protocol):
+    """Sampling of logits f32[row, vocab] of the whole vocabulary, with few launches: rows that want nothing of one are
+    skipped within it, so that it needs no condition."""
+
+    def as_read(self, logits: Array) -> Array:
+        """As of `SamplingKernels`."""
+        ...
+
+    def thresholds(self, logits: Array, rules: DrawRules) -> Array:
+        """The smallest logit that passes top_k and then top_p, f32[row]; -inf where both are off."""
+        ...
+
+    def draw(
+        self, logits: Array, rules: DrawRules, threshold: Array, key: DrawKey, sizes: Sequence[int]
+    ) -> tuple[Array, Array]:
+        """The token of each row, i32[row], and its log probability among the tokens that may be drawn, f32[row].
+
+        Args:
+            threshold: f32[row], the least logit of a token that may be drawn.
+            sizes: of the levels of the tree of `sampling_draw.draw`, the tokens first.
+        """
         ...
 
 
@@ -276,7 +335,7 @@ class Backend(ABC):
         """The largest logit of each row of f32[row, vocab], the sum of e^(logit - largest), and the first index of the
         largest. None: there is no kernel for it, and sampling computes them in XLA."""
 
-    def sampling_kernels(self, logits: Array) -> "SamplingKernels | None":
+    def sampling_kernels(self, logits: Array) -> "SamplingKernels | RowKernels | None":
         """Kernels that sample from these logits f32[row, vocab]; None: there are none, and XLA computes it."""
         return None
 

@@ -287,11 +287,19 @@ class Fusion:
         return y if self.residual is None else self.residual + y
 
 
-def apply(x: NamedArray, *maps: Linear, dtype=None, **fusion) -> list[NamedArray]:
+def fuses_gated_pair(gate: Linear, up: Linear, activation: Activation | ClampedSwiglu) -> bool:
+    """Whether `apply` of the two maps, with `is_gated_pair`, gates the results in the call."""
+    plain = gate.bias is None and up.bias is None and gate.ring.parts == 1 and activation.unfused is None
+    return plain and Fuse.GATED_PAIR in gate.backend.fuses
+
+
+def apply(x: NamedArray, *maps: Linear, dtype=None, is_gated_pair: bool = False, **fusion) -> list[NamedArray]:
     """Several maps, of one backend and of the same layer, of the same input, in one call of the backend.
 
     Args:
         dtype: of the results; None: that of `x`.
+        is_gated_pair: whether the one result is that of the second map, gated by that of the first
+            (`fuses_gated_pair`).
         fusion: the fields of `Fusion`.
     """
     first, dtype = maps[0], x.dtype if dtype is None else dtype
@@ -310,9 +318,10 @@ def apply(x: NamedArray, *maps: Linear, dtype=None, **fusion) -> list[NamedArray
         gate=None if inside.gate is None else _matrix(inside.gate, rows, ins),
         residual=None if inside.residual is None else _matrix(inside.residual, rows, first.outs),
         dtype=jnp.dtype(dtype if all(part.bias is None for part in maps) else jnp.float32),
+        is_gated_pair=is_gated_pair,
     )
     results = []
-    for part, y in zip(maps, first.backend.linear(call), strict=True):
+    for part, y in zip(maps[:1] if is_gated_pair else maps, first.backend.linear(call), strict=True):
         axes = (*rows, *part.outs)
         y = part.shard_axis.sum_in(x.dtype, y.reshape([axis.size for axis in axes]))
         results.append(outside.after(_biased(NamedArray(y, axes), part).astype(dtype)))

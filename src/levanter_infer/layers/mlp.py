@@ -11,7 +11,7 @@ from jax import Array
 
 from levanter_infer.axes import MLP
 from levanter_infer.layers.activation import Activation, Xielu
-from levanter_infer.layers.linear import Fusion, Linear, apply, split_key
+from levanter_infer.layers.linear import Fusion, Linear, apply, fuses_gated_pair, split_key
 
 
 @dataclass(frozen=True)
@@ -81,8 +81,12 @@ class Mlp(eqx.Module):
             activation = self.xielu or block.activation
             up = self.up_proj.by_rows(lambda up: NamedArray(activation(up.array), up.axes), up)
             return apply(up, self.down_proj, residual=around.residual)[0]
-        gate, up = apply(x, self.gate_proj, self.up_proj, norm=around.norm)
-        if block.gate_multiplier != 1:
+        gate: NamedArray | None
+        if block.gate_multiplier == 1 and fuses_gated_pair(self.gate_proj, self.up_proj, block.activation):
+            (up,), gate = apply(x, self.gate_proj, self.up_proj, norm=around.norm, is_gated_pair=True), None
+        else:
+            gate, up = apply(x, self.gate_proj, self.up_proj, norm=around.norm)
+        if gate is not None and block.gate_multiplier != 1:
             gate = self.gate_proj.by_rows(lambda gate: gate * jnp.asarray(block.gate_multiplier, gate.dtype), gate)
         if block.out_multiplier != 1:
             (result,) = apply(up, self.down_proj, gate=gate, activation=block.activation)

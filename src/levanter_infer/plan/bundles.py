@@ -130,7 +130,7 @@ def executed(bundles: Sequence[str]) -> list[int] | None:
     Stretches that data decide about count as run.
     """
     program = [_parse(text) for text in bundles]
-    starts = _region_starts(bundles)
+    areas = regions(bundles)
     registers: dict[str, int | bool | None] = {}
     ran: list[int] = []
     address = 0
@@ -142,7 +142,8 @@ def executed(bundles: Sequence[str]) -> list[int] | None:
         ran.append(address)
         target = address + 1
         for branch in branches:
-            taken, begin = _holds(branch, registers), starts.get(branch.region, len(program))
+            area = areas.get(branch.region)
+            taken, begin = _holds(branch, registers), len(program) if area is None else area.start
             if taken is None and begin <= address:
                 return None
             if taken:
@@ -154,14 +155,22 @@ def executed(bundles: Sequence[str]) -> list[int] | None:
     return ran
 
 
-def _region_starts(bundles: Sequence[str]) -> dict[str, int]:
-    """The address at which each region starts, by its number; branches name regions."""
-    starts: dict[str, int] = {}
+def regions(bundles: Sequence[str]) -> dict[str, range]:
+    """Addresses of the bundles of each region, by its number; a region that is empty has the address at which it
+    starts and none after it."""
+    found: dict[str, range] = {}
     for address, text in enumerate(bundles):
         for kind, region in _REGION.findall(text):
             if kind != "End":
-                starts.setdefault(region, address)
-    return starts
+                found.setdefault(region, range(address, address))
+            elif region in found:
+                found[region] = range(found[region].start, address + 1)
+    return found
+
+
+def branch_targets(bundle: str) -> list[str]:
+    """The regions that branches of a bundle go to, by their numbers."""
+    return [branch.region for branch in _parse(bundle)[1]]
 
 
 def _parse(bundle: str) -> tuple[list[_Scalar], list[_Branch]]:

@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 _MOVES = {
@@ -111,6 +111,18 @@ def scopes_of(line: str) -> list[str]:
     compiler has lost them."""
     match = _OP_NAME.search(line)
     return match[1].split("/") if match else []
+
+
+def loops_of(bodies: Mapping[str, Sequence[str]], scope: str) -> Iterator[tuple[str, str]]:
+    """Loops that were traced in `scope`: the computation that each is in, and its instruction.
+
+    Args:
+        bodies: `computations` of a program.
+    """
+    for name, lines in bodies.items():
+        for line in lines:
+            if operation_of(line) == "while" and scopes_of(line)[-2:] == [scope, "while"]:
+                yield name, line
 
 
 def codes(bodies: Mapping[str, Sequence[str]]) -> dict[str, str]:

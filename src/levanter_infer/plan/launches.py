@@ -29,6 +29,11 @@ _MATMUL_KERNELS = ("stacked_matmul", "grouped_matmul", "gemm_fusion")
 
 MATMULS, ATTENTION, KV_WRITE = "matmuls", "attention", "KV write"
 LAYERS, SAMPLING, CONTROL = "the rest of layers", "sampling", "control"
+CASES: Mapping[str, frozenset[str]] = {
+    **SAMPLED,
+    "penalties": SAMPLED["top_p"] | {scopes.CHANGED, scopes.PENALISED},
+}
+"""Those of `SAMPLED`, and all of them with penalties on a history that fits one turn of their loop."""
 PARTS = (MATMULS, ATTENTION, KV_WRITE, LAYERS, SAMPLING, CONTROL)
 
 
@@ -42,7 +47,7 @@ class StepLaunches:
     has_chunks: bool
     """Whether some rows have several tokens."""
     sampled: str
-    """A key of `SAMPLED`."""
+    """A key of `CASES`."""
     kernels: Mapping[str, int]
     """Kernels and copies that the device runs, by the names of `PARTS`."""
     layer_kernels: int
@@ -71,7 +76,7 @@ def step_launches(written: Written, max_seqs: int, buckets: Sequence[int]) -> li
     tree = _Tree(written)
     decode = min((size for size in buckets if size >= max_seqs), default=buckets[-1])
     cases = [(decode, False), (buckets[-1], True)]
-    return [_counted(tree, *case, max_seqs, sampled) for case in cases for sampled in SAMPLED]
+    return [_counted(tree, *case, max_seqs, sampled) for case in cases for sampled in CASES]
 
 
 @dataclasses.dataclass
@@ -153,7 +158,7 @@ def _unwrapped(thunks: Iterable[_Thunk]) -> Iterator[_Thunk]:
 def _counted(tree: _Tree, bucket: int, has_chunks: bool, max_seqs: int, sampled: str) -> StepLaunches:
     head = tree.head_rows()
     rows = min((size for size in head if size >= max_seqs), default=max(head, default=0))
-    counter = _Counter(bucket, rows, SAMPLED[sampled])
+    counter = _Counter(bucket, rows, CASES[sampled])
     (loop,) = tree.step(bucket)
     in_graph = any(loop in _all(thunk.parts.get("", [])) for thunk in _all(tree.roots) if thunk.kind == _GRAPH)
     for part in ("condition", "body"):
@@ -219,6 +224,8 @@ class _Counter:
 
     def _trips(self, path: list[str]) -> int:
         """Trips of a loop that ends when the device says so: one for the bucket and the rows of the step."""
+        if scopes.PENALISED in path:
+            return int(scopes.PENALISED in self._taken)
         if path[-2:-1] and (rows := scopes.rows_of(path[-2])) is not None:
             return int(rows == self._rows)
         return int(path[-2:] == [scopes.forward(self._bucket), "while"])

@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 from levanter_infer.kernels import scopes
-from levanter_infer.plan.hlo import COLLECTIVES, codes, computations, operation_of, scopes_of
+from levanter_infer.plan.hlo import COLLECTIVES, codes, computations, loops_of, operation_of, scopes_of
 
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 _NAME = re.compile(r"^\s*(?:ROOT )?%?([\w.\-]+) = ")
@@ -121,10 +121,8 @@ class _Program:
 
     def step_body(self, scope: str) -> str:
         """The computation with the loop of `scope`: the body of the loop over steps."""
-        for name, lines in self.lines.items():
-            for line in lines:
-                if operation_of(line) == "while" and scopes_of(line)[-2:] == [scope, "while"]:
-                    return name
+        for name, _ in loops_of(self.lines, scope):
+            return name
         raise ValueError(f"the program has no loop of {scope}: it is no round, or has no such bucket")
 
     @functools.cached_property

@@ -41,7 +41,7 @@ class CpuBackend(XlaBackend):
     home = CPU
     kernels = frozenset({Work.MATMUL, Work.ATTENTION})
     options = frozenset({"cpu_isa"})
-    fuses = frozenset(Fuse)
+    fuses = frozenset(Fuse) - {Fuse.GATED_PAIR}
 
     @classmethod
     def refusal(cls, task: Task) -> str | None:

@@ -10,7 +10,7 @@ from jax import Array
 
 from levanter_infer.kernels.backend import Fuse, Platform, Task, Work
 from levanter_infer.kernels.call import AttentionCall, GroupedCall, KvWrite, LinearCall
-from levanter_infer.kernels.gpu import attention, linear, plt
+from levanter_infer.kernels.gpu import attention, linear, plt, sampling
 from levanter_infer.kernels.gpu.kv_write import rotate_and_write
 from levanter_infer.kernels.gpu.logits import logit_stats
 from levanter_infer.kernels.xla.backend import XlaBackend
@@ -84,6 +84,9 @@ class GpuBackend(XlaBackend):
         if call.layer is not None:
             return linear.stacked_matmul(call, interpret=self.interpret)
         results = super().linear(dataclasses.replace(call, x=_prepared(call), norm=None, gate=None, residual=None))
+        if call.is_gated_pair:
+            gate, x = (each.astype(call.dtype) for each in results)
+            return [linear.gated(x, gate)]
         return results if call.residual is None else [call.residual.astype(jnp.float32) + each for each in results]
 
     def grouped_linear(self, call: GroupedCall) -> list[Array]:
@@ -96,6 +99,9 @@ class GpuBackend(XlaBackend):
 
     def logit_stats(self, logits: Array, num_rows: Array) -> tuple[Array, Array, Array] | None:
         return logit_stats(logits, interpret=self.interpret)
+
+    def sampling_kernels(self, logits: Array) -> sampling.GpuSampling | None:
+        return sampling.GpuSampling(self.interpret) if sampling.supports(logits) else None
 
     def write_kv(self, pool: Array, write: KvWrite) -> tuple[Array | None, Array]:
         """Norms, rotation and write in one launch."""

@@ -78,21 +78,24 @@ def stacked_matmul(call: LinearCall, *, interpret: bool = False) -> list[Array]:
         call = _prepared(call, interpret)
     layer = call.layer
     assert layer is not None, "the weights are stacks of layers"
+    groups = [tuple(weights)] if call.is_gated_pair else [(weight,) for weight in weights]
+    if call.is_gated_pair:  # a program computes as much as of one weight
+        tile = dataclasses.replace(tile, outs=max(tile.outs // 2, 16))
     bounds = [0]
-    for weight in weights:
+    for weight, *_ in groups:
         bounds.append(bounds[-1] + pl.cdiv(weight.shape[1], tile.outs))
     used = jnp.int32(rows) if call.num_rows is None else call.num_rows
     norm, eps = (None, 0.0) if call.norm is None else call.norm
     inputs = _Inputs(call.x, call.gate, norm, call.residual, layer.reshape(1), used.reshape(1))
     return pl.pallas_call(
         functools.partial(_matmul, tile=tile, first_parts=tuple(bounds), eps=eps),
-        out_shape=[jax.ShapeDtypeStruct((rows, weight.shape[1]), call.dtype) for weight in weights],
+        out_shape=[jax.ShapeDtypeStruct((rows, weight.shape[1]), call.dtype) for weight, *_ in groups],
         # Programs that read the same weights are neighbours in the grid, so that all but one find them in the cache.
         grid=(pl.cdiv(rows, tile.rows), bounds[-1]),
         compiler_params=plt.CompilerParams(num_warps=tile.warps, num_stages=tile.stages),
         interpret=interpret,
         name="stacked_matmul",
-    )(inputs, weights)
+    )(inputs, groups)
 
 
 def gated(x: Array, gate: Array) -> Array:
@@ -164,15 +167,20 @@ class _Inputs(NamedTuple):
     """i32[1], rows in use."""
 
 
-def _matmul(inputs: _Inputs, weight_refs, *out_refs, tile: Tile, first_parts: tuple[int, ...], eps: float) -> None:
-    """One tile of one output. `first_parts`: of the second grid axis, where the tiles of each output begin."""
+def _matmul(inputs: _Inputs, groups, *out_refs, tile: Tile, first_parts: tuple[int, ...], eps: float) -> None:
+    """One tile of one output.
+
+    Args:
+        groups: the weights of each output, one, or a gate and its partner.
+        first_parts: of the second grid axis, where the tiles of each output begin.
+    """
     first_row, part = pl.program_id(0) * tile.rows, pl.program_id(1)
     num_rows, num_ins = inputs.x.shape
     row = first_row + jnp.arange(tile.rows, dtype=jnp.int32)
     turns = jnp.where(first_row < inputs.num_rows[0], jnp.int32(pl.cdiv(num_ins, tile.ins)), 0)
     layer, f32 = inputs.layer[0], jnp.float32
 
-    def one(weight_ref, out_ref, first_part: int) -> None:
+    def one(weight_refs, out_ref, first_part: int) -> None:
         out = (part - first_part) * tile.outs + jnp.arange(tile.outs, dtype=jnp.int32)
         num_outs = out_ref.shape[1]
 
@@ -181,8 +189,8 @@ def _matmul(inputs: _Inputs, weight_refs, *out_refs, tile: Tile, first_parts: tu
             mask = (index < size)[:, None]
             return mask if num_ins % tile.ins == 0 else mask & in_range[None, :]
 
-        def turn(index: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
-            acc, squares = carry
+        def turn(index: Array, carry: tuple[tuple[Array, ...], Array]) -> tuple[tuple[Array, ...], Array]:
+            accs, squares = carry
             k = index * tile.ins + jnp.arange(tile.ins, dtype=jnp.int32)
             in_range = k < num_ins
 
@@ -192,7 +200,7 @@ def _matmul(inputs: _Inputs, weight_refs, *out_refs, tile: Tile, first_parts: tu
                 )
 
             x = load(inputs.x, (row[:, None],), num_rows)
-            weight = load(weight_ref, (layer, out[:, None]), num_outs)
+            weights = [load(weight_ref, (layer, out[:, None]), num_outs) for weight_ref in weight_refs]
             if inputs.gate is not None:
                 x = gated(x, load(inputs.gate, (row[:, None],), num_rows))
             if inputs.norm is not None:  # the sums are scaled in the end
@@ -202,12 +210,15 @@ def _matmul(inputs: _Inputs, weight_refs, *out_refs, tile: Tile, first_parts: tu
                 x = (wide * factor[None, :]).astype(x.dtype)
             dims = (((1,), (1,)), ((), ()))
             precision = jax.lax.Precision.HIGHEST
-            return acc + jax.lax.dot_general(x, weight, dims, precision, preferred_element_type=f32), squares
+            sums = [jax.lax.dot_general(x, weight, dims, precision, preferred_element_type=f32) for weight in weights]
+            return tuple(acc + each for acc, each in zip(accs, sums, strict=True)), squares
 
-        zeros = jnp.zeros((tile.rows, tile.outs), f32), jnp.zeros(tile.rows, f32)
-        acc, squares = jax.lax.fori_loop(0, turns, turn, zeros)
+        zeros = (jnp.zeros((tile.rows, tile.outs), f32),) * len(weight_refs), jnp.zeros(tile.rows, f32)
+        accs, squares = jax.lax.fori_loop(0, turns, turn, zeros)
         if inputs.norm is not None:
-            acc = acc * jax.lax.rsqrt(squares / f32(num_ins) + f32(eps))[:, None]
+            scale = jax.lax.rsqrt(squares / f32(num_ins) + f32(eps))[:, None]
+            accs = tuple(acc * scale for acc in accs)
+        acc = accs[0] if len(accs) == 1 else gated(*(each.astype(out_ref.dtype) for each in reversed(accs)))
         mask = (row < num_rows)[:, None] & (out < num_outs)[None, :]
         place = row[:, None], out[None, :]
         if inputs.residual is not None:
@@ -215,9 +226,9 @@ def _matmul(inputs: _Inputs, weight_refs, *out_refs, tile: Tile, first_parts: tu
             acc = acc + added.astype(f32)
         plt.store(out_ref.at[*place], acc.astype(out_ref.dtype), mask=mask)
 
-    for i, (weight_ref, out_ref) in enumerate(zip(weight_refs, out_refs, strict=True)):
+    for i, (weight_refs, out_ref) in enumerate(zip(groups, out_refs, strict=True)):
         first, end = first_parts[i], first_parts[i + 1]
-        pl.when((part >= first) & (part < end))(functools.partial(one, weight_ref, out_ref, first))
+        pl.when((part >= first) & (part < end))(functools.partial(one, weight_refs, out_ref, first))
 
 
 def _zero(ref) -> Array:

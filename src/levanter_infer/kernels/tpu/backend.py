@@ -137,7 +137,7 @@ def _rotated_and_packed(write: KvWrite) -> tuple[Array, Array]:
     assert q is not None and v is not None and rotation is not None, "queries to rotate, keys and values"
 
     def by_xla(q: Array, k: Array, v: Array, rotation: Rotation) -> tuple[Array, Array]:
-        layout = TpuPool(*k.shape[1:])
+        layout = TpuPool(k.shape[1], k.shape[2])
         return _rotated(q, rotation), layout.pack(_rotated(k, rotation), v).astype(jnp.float32)
 
     def of(compute):

@@ -5,7 +5,6 @@ An async copy moves whole tiles of memory, and a tile holds several tokens. So t
 in a ring of buffers: while one is changed, others are on their way in or out.
 """
 
-import enum
 import functools
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -26,14 +25,6 @@ latency of HBM if they are many."""
 _MOST_SLOTS = 32
 
 
-class _Field(enum.IntEnum):
-    """The fields of a stretch in the ring, i32 each."""
-
-    DEST = 0  # destination of its first row, as in `dests`
-    FIRST = 1  # its first token, counted from the first of the grid step
-    COUNT = 2  # how many tokens go to it
-
-
 @dataclass(frozen=True)
 class _Sizes:
     num_pages: int
@@ -50,13 +41,16 @@ class _Sizes:
 class _Scalars(NamedTuple):
     dests: Any
     """SMEM i32[T]"""
+    stretches: Any
+    """SMEM i32[T]: of each stretch its first token, counted from the first of the grid step, and from bit 16 on how
+    many tokens go to it. Those of a grid step begin where its tokens do."""
+    counts: Any
+    """SMEM i32[grid steps], stretches of each."""
     layer: Any
     """SMEM i32[1]"""
 
 
 class _Scratch(NamedTuple):
-    ring: Any
-    """SMEM i32[slots, 4]: the fields of each stretch."""
     buf: Any
     """VMEM [slots, slabs, rows, 128], the pool's dtype."""
     in_sem: Any
@@ -89,8 +83,9 @@ def write_kv(pages: Array, layer: Array, tokens: Array, dests: Array, *, interpr
     tokens = jnp.pad(tokens.astype(wide), ((0, padding), (0, 0), (0, 0)))
     dests = jnp.pad(dests, (0, padding), constant_values=num_pages * page_size)
     dma, slots = pltpu.SemaphoreType.DMA, _slots(slabs * rows * LANES * pages.dtype.itemsize)
+    sizes = _Sizes(num_pages, page_size, rows, block, slots)
     return pl.pallas_call(
-        functools.partial(_write, sizes=_Sizes(num_pages, page_size, rows, block, slots)),
+        functools.partial(_write, sizes=sizes),
         out_shape=jax.ShapeDtypeStruct((pages.shape[0] * num_pages, *pages.shape[2:]), pages.dtype),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
@@ -102,19 +97,20 @@ def write_kv(pages: Array, layer: Array, tokens: Array, dests: Array, *, interpr
             out_specs=pl.BlockSpec(memory_space=pl.ANY),
             scratch_shapes=[
                 _Scratch(
-                    ring=pltpu.SMEM((slots, 4), jnp.int32),
                     buf=pltpu.VMEM((slots, slabs, rows, LANES), pages.dtype),
                     in_sem=dma((slots,)),
                     out_sem=dma((slots,)),
                 )
             ],
         ),
-        input_output_aliases={3: 0},
+        input_output_aliases={5: 0},
         # Destinations beyond the pool are skipped.
         compiler_params=pltpu.CompilerParams(disable_bounds_checks=True, disable_semaphore_checks=True),
         name="write_kv",
         interpret=interpret,
-    )(_Scalars(dests, layer.reshape(1)), tokens, pages.reshape(-1, *pages.shape[2:])).reshape(pages.shape)
+    )(
+        _Scalars(dests, *_stretches(dests, sizes), layer.reshape(1)), tokens, pages.reshape(-1, *pages.shape[2:])
+    ).reshape(pages.shape)
 
 
 def _slots(stretch_bytes: int) -> int:
@@ -124,78 +120,86 @@ def _slots(stretch_bytes: int) -> int:
     return slots
 
 
-def _write(scalars: _Scalars, new, _, pool, scratch: _Scratch, *, sizes: _Sizes):
-    ring, buf, in_sem, out_sem = scratch
-    page_size, rows, block = sizes.page_size, sizes.rows, sizes.block
-    end_dest = sizes.num_pages * page_size
-    first_token = pl.program_id(0) * block
-    ahead = sizes.slots // 2
+def _stretches(dests: Array, sizes: _Sizes) -> tuple[Array, Array]:
+    """`_Scalars.stretches` and `counts`. The same in every layer, so that XLA computes them once in a step."""
+    dests = dests.reshape(-1, sizes.block)
+    is_stored = dests < sizes.num_pages * sizes.page_size
+    before = jnp.pad(dests[:, :-1], ((0, 0), (1, 0)), constant_values=-2)
+    begins = is_stored & ((dests != before + 1) | (dests % sizes.rows == 0))
+    number = jnp.cumsum(begins, axis=1, dtype=jnp.int32)
+    entry = jnp.arange(sizes.block, dtype=jnp.int32)[None, :, None]
+    first = jnp.sum(number[:, None, :] <= entry, axis=2, dtype=jnp.int32)
+    count = jnp.sum((number[:, None, :] == entry + 1) & is_stored[:, None, :], axis=2, dtype=jnp.int32)
+    return (first | (count << 16)).reshape(-1), number[:, -1]
 
-    def dest(token):
-        return scalars.dests[first_token + jnp.minimum(token, block - 1)]
+
+def _div(x, size: int):
+    """x // size for x >= 0."""
+    return x >> (size.bit_length() - 1) if size & (size - 1) == 0 else jax.lax.div(x, jnp.int32(size))
+
+
+def _write(scalars: _Scalars, new, _, pool, scratch: _Scratch, *, sizes: _Sizes):
+    buf, in_sem, out_sem = scratch
+    page_size, rows, slots = sizes.page_size, sizes.rows, sizes.slots
+    first_token, count = pl.program_id(0) * sizes.block, scalars.counts[pl.program_id(0)]
+    first_page, ahead = scalars.layer[0] * sizes.num_pages, slots // 2
 
     def slot_of(stretch):
-        return jax.lax.rem(stretch, jnp.int32(sizes.slots))
+        return stretch & (slots - 1)
 
-    def stretch_ref(slot):
-        start = ring[slot, _Field.DEST]
-        page = scalars.layer[0] * sizes.num_pages + jax.lax.div(start, jnp.int32(page_size))
+    def first_of(stretch):
+        """The first token of a stretch in the grid step, its destination, and how many there are."""
+        entry = scalars.stretches[first_token + stretch]
+        token = entry & 0xFFFF
+        return token, scalars.dests[first_token + token], entry >> 16
+
+    def stretch_ref(dest):
+        page = _div(dest, page_size)
         if rows == page_size:
-            return pool.at[page]
-        offset = jax.lax.rem(start, jnp.int32(page_size))
-        return pool.at[page, :, pl.ds(pl.multiple_of(offset, rows), rows)]
+            return pool.at[first_page + page]
+        start = _div(dest - page * page_size, rows) * rows
+        return pool.at[first_page + page, :, pl.ds(pl.multiple_of(start, rows), rows)]
 
-    def load(slot):
-        return pltpu.make_async_copy(stretch_ref(slot), buf.at[slot], in_sem.at[slot])
+    def wait(slot, sem):
+        pltpu.make_async_copy(buf.at[slot], buf.at[slot], sem.at[slot]).wait()
 
-    def store(slot):
-        return pltpu.make_async_copy(buf.at[slot], stretch_ref(slot), out_sem.at[slot])
-
-    def advance(state):
-        """Write the fields of the next stretch, if there is one, and start to load it."""
-        count, token = state
-        token = jax.lax.while_loop(lambda t: (t < block) & (dest(t) >= end_dest), lambda t: t + 1, token)
-
-        exists, slot, first_dest = token < block, slot_of(count), dest(token)
-        start = first_dest - jax.lax.rem(first_dest, jnp.int32(rows))
-        end = jax.lax.while_loop(
-            lambda t: (t < block) & (dest(t) == first_dest + (t - token)) & (dest(t) < start + rows),
-            lambda t: t + 1,
-            token + 1,
-        )
-
-        @pl.when(exists)
-        def _():
-            pl.when(count >= sizes.slots)(lambda: store(slot).wait())
-            ring[slot, _Field.DEST], ring[slot, _Field.FIRST], ring[slot, _Field.COUNT] = start, token, end - token
-            load(slot).start()
-
-        return jnp.where(exists, count + 1, count), jnp.where(exists, end, token)
-
-    def turn(carry):
-        stretch, state = carry
-        state = advance(state)
+    def load(stretch):
         slot = slot_of(stretch)
-        load(slot).wait()
-        first = ring[slot, _Field.FIRST]
-        row = jax.lax.broadcasted_iota(jnp.int32, (rows, LANES), 0)
 
-        def put(i, offset):
+        @pl.when(stretch < count)
+        def _():
+            dest = first_of(stretch)[1]
+            pl.when(stretch >= slots)(lambda: wait(slot, out_sem))
+            pltpu.make_async_copy(stretch_ref(dest), buf.at[slot], in_sem.at[slot]).start()
+
+    def turn(stretch, carry):
+        load(stretch + ahead)
+        slot, (token, dest, num) = slot_of(stretch), first_of(stretch)
+        wait(slot, in_sem)
+        row = jax.lax.broadcasted_iota(jnp.int32, (rows, LANES), 0)
+        offset = dest - _div(dest, rows) * rows
+
+        def put(i, carry):
             for slab in range(buf.shape[1]):
                 old = buf[slot, slab]
-                token = jnp.broadcast_to(new[first + i, slab][None, :], (rows, LANES))
-                changed = jnp.where(row == offset + i, token, old.astype(new.dtype))
+                added = jnp.broadcast_to(new[token + i, slab][None, :], (rows, LANES))
+                changed = jnp.where(row == offset + i, added, old.astype(new.dtype))
                 buf[slot, slab] = changed.astype(old.dtype)
-            return offset
+            return carry
 
-        jax.lax.fori_loop(0, ring[slot, _Field.COUNT], put, dest(first) - ring[slot, _Field.DEST])
-        store(slot).start()
-        return stretch + 1, state
+        put(0, carry)
+        jax.lax.fori_loop(1, num, put, carry)
+        pltpu.make_async_copy(buf.at[slot], stretch_ref(dest), out_sem.at[slot]).start()
+        return carry
 
-    def wait_stored(back, count):
-        pl.when(count > back)(lambda: store(slot_of(count - 1 - back)).wait())
-        return count
+    def start(stretch, carry):
+        load(stretch)
+        return carry
 
-    state = jax.lax.fori_loop(0, ahead, lambda _, state: advance(state), (jnp.int32(0), jnp.int32(0)))
-    _, (count, _) = jax.lax.while_loop(lambda c: c[0] < c[1][0], turn, (jnp.int32(0), state))
-    jax.lax.fori_loop(0, sizes.slots, wait_stored, count)
+    def wait_stored(stretch, carry):
+        wait(slot_of(stretch), out_sem)
+        return carry
+
+    jax.lax.fori_loop(0, ahead, start, 0)
+    jax.lax.fori_loop(0, count, turn, 0)
+    jax.lax.fori_loop(jnp.maximum(count - slots, 0), count, wait_stored, 0)

@@ -1,0 +1,227 @@
+"""Sampling's kernels for a GPU, interpreted or, where there is a GPU, on it, beside XLA's code and a sort."""
+
+import dataclasses
+import functools
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from levanter_infer.decode import sampling_draw
+from levanter_infer.decode.sampling import History, LogitStats, sample
+from levanter_infer.engine.params import SamplingParams
+from levanter_infer.kernels.backend import DrawKey, DrawRules, RowKernels
+from levanter_infer.kernels.gpu import sampling as kernels
+from levanter_infer.kernels.registry import make_backend
+from levanter_infer.runtime import gpu_compiler
+from tests.decode.sampling_oracle import table_of
+from tests.kernels.ragged import lowers_for_gpu
+from tests.kernels.test_sampling_tpu import (
+    CASES,
+    PARAMS,
+    ROWS,
+    VOCAB,
+    hard_logits,
+    kept_by_sorting,
+    terms_of,
+    weights_of,
+)
+
+pytestmark = pytest.mark.usefixtures("optimized")  # bits of what users run
+
+INTERPRET = jax.default_backend() != "gpu"
+BACKEND = make_backend("gpu_interpret" if INTERPRET else "gpu")
+ATOL = 2e-6 if INTERPRET else 2e-5
+"""Of log probabilities: a GPU's exponentials and logarithms are Triton's in one and XLA's in the other."""
+RNG = np.random.default_rng(11)
+
+
+def rules_of(terms: np.ndarray, top_k=None, top_p=None, draws=None) -> DrawRules:
+    """The rules for `terms` f32[row, 4] of `terms_of`."""
+    rows = len(terms)
+    columns = [jnp.asarray(terms[:, i]) for i in (0, 1, 3)]
+    filters = [
+        jnp.zeros(rows, jnp.int32) if top_k is None else jnp.asarray(top_k, jnp.int32),
+        jnp.ones(rows, jnp.float32) if top_p is None else jnp.asarray(top_p, jnp.float32),
+    ]
+    drawn = np.ones(rows) if draws is None else draws
+    return DrawRules(*columns, *filters, jnp.asarray(drawn, jnp.int32))
+
+
+@pytest.mark.parametrize("few", [False, True], ids=["candidates", "search"])
+def test_thresholds_choose_what_sorting_chooses(few, monkeypatch):
+    """With ties, -inf, equal logits and zeros of both signs; with so few candidates that most rows are searched too."""
+    if few:
+        sizes = dict(_PARTS=2, _LANES=8, _DEPTH=2, _SEARCH_CHUNK=512)
+        for name, size in sizes.items():
+            monkeypatch.setattr(kernels, name, size)
+    rows = [row for row in range(ROWS) if row not in (4, 5, 6)]
+    logits = hard_logits()[rows]
+    terms = terms_of(logits, 1.0)
+    weights = np.asarray(weights_of(jnp.asarray(logits), jnp.asarray(terms)))
+
+    @jax.jit
+    def found(top_k, top_p):
+        return kernels.thresholds(jnp.asarray(logits), rules_of(terms, top_k, top_p), interpret=INTERPRET)
+
+    for case in range(len(CASES)):
+        own = [CASES[(case + row) % len(CASES)] for row in range(len(rows))]
+        top_k, top_p = (np.array(column) for column in zip(*own, strict=True))
+        threshold = found(np.where(top_k >= VOCAB, 0, top_k).astype(np.int32), top_p.astype(np.float32))
+        for row, (k, p) in enumerate(own):
+            wanted = kept_by_sorting(logits[row], weights[row], k, np.float32(p))
+            np.testing.assert_array_equal(np.flatnonzero(logits[row] >= threshold[row]), wanted, f"{rows[row]} {k} {p}")
+
+
+@pytest.mark.parametrize("vocab", [257, VOCAB, 3001, pytest.param(70001, marks=pytest.mark.slow)])
+def test_draws_are_those_of_the_tree(vocab):
+    """Trees of three, four and five levels, with all of their sums to the bit."""
+    logits = (RNG.normal(size=(ROWS, vocab)) * 3).astype(np.float32)
+    logits[2] = 1.5
+    logits[3, 40:] = -np.inf
+    terms = terms_of(logits, 0.7)
+    terms[3, 2] = 0.25
+    draws = np.ones(ROWS)
+    draws[5] = 0
+    seeds = jnp.asarray(RNG.integers(2**32, size=(ROWS, 2), dtype=np.uint32))
+    key = DrawKey(seeds, jnp.arange(ROWS, dtype=jnp.int32), jnp.arange(ROWS, dtype=jnp.int32) * 1000)
+    words = sampling_draw.random_words(*key, sampling_draw.num_words(vocab))
+    z, rules, threshold = jnp.asarray(logits), rules_of(terms, draws=draws), jnp.asarray(terms[:, 2])
+
+    @jax.jit
+    def by_xla(z, terms):
+        token, total = sampling_draw.draw(weights_of(z, terms), lambda ids: weights_of(_at(z, ids), terms), words)
+        exponent = (_at(z, token[:, None])[:, 0] - terms[:, 0]) * terms[:, 1]
+        return token, exponent - jnp.log(total)
+
+    wanted, logprobs = (np.asarray(a) for a in by_xla(z, jnp.asarray(terms)))
+    own = kernels.GpuSampling(INTERPRET)
+    token, logprob = (
+        np.asarray(a) for a in jax.jit(functools.partial(sampling_draw.draw_rows, own))(z, rules, threshold, key)
+    )
+    drawn = draws > 0
+    np.testing.assert_array_equal(token, np.where(drawn, wanted, 0))
+    np.testing.assert_allclose(logprob, np.where(drawn, logprobs, 0), atol=ATOL)
+
+
+def _at(z, ids):
+    return jnp.take_along_axis(z, ids, axis=1, mode="fill", fill_value=-jnp.inf)
+
+
+@pytest.mark.skipif(not INTERPRET, reason="a GPU's exponential is not a CPU's")
+def test_sums_have_the_bits_of_the_tree():
+    logits = (RNG.normal(size=(4, VOCAB)) * 3).astype(np.float32)
+    terms = terms_of(logits, 0.7)
+    sizes = sampling_draw._level_sizes(VOCAB)
+    levels = kernels.sums(jnp.asarray(logits), rules_of(terms), jnp.asarray(terms[:, 2]), sizes, interpret=INTERPRET)
+
+    @jax.jit
+    def by_xla(logits, terms):
+        level = weights_of(logits, terms)
+        first = sampling_draw._stretch_sums(level, sizes[1])
+        return first, sampling_draw._stretch_sums(first, sizes[2])
+
+    for own, wanted in zip(levels, by_xla(jnp.asarray(logits), jnp.asarray(terms)), strict=True):
+        np.testing.assert_array_equal(own, wanted)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("changed", [False, True])
+def test_kernels_sample_what_xla_samples(changed):
+    logits = jnp.asarray(hard_logits())
+    assert isinstance(BACKEND.sampling_kernels(logits), RowKernels)
+    changes = [{"logit_bias": {4: 3.0}}, {}, {"presence_penalty": 1.5}, {"repetition_penalty": 1.3}, {}]
+    params = [dataclasses.replace(p, **changes[i % 5]) if changed else p for i, p in enumerate(PARAMS)]
+    lens = jnp.full(ROWS, 9, jnp.int32)
+    tokens = jnp.argsort(-jnp.nan_to_num(logits), axis=1)[:, :20].astype(jnp.int32)  # likely ones, so that it matters
+    slots = jnp.where(jnp.arange(ROWS) == ROWS - 1, ROWS, jnp.arange(ROWS, dtype=jnp.int32))  # the last is padding
+    history = History(lens, tokens, slots, lens - 3, lens)
+
+    @functools.partial(jax.jit, static_argnums=1)
+    def sampled(table, by_kernels: bool):
+        backend = BACKEND if by_kernels else None
+        stats = None if backend is None else LogitStats.of_kernel(backend, logits, jnp.int32(ROWS))
+        return sample(logits, table, history, max_top=3, stats=stats, backend=backend)
+
+    for seed in range(4):
+        table = table_of(params, VOCAB, seeds=[100 * seed + row for row in range(ROWS)])
+        ours, theirs = sampled(table, True), sampled(table, False)
+        for name in ("tokens", "finite", "top_ids"):
+            np.testing.assert_array_equal(getattr(ours, name)[:-1], getattr(theirs, name)[:-1], name)
+        for name in ("logprobs", "processed_logprobs", "top_logprobs"):
+            ours_of, theirs_of = getattr(ours, name)[:-1], getattr(theirs, name)[:-1]
+            np.testing.assert_allclose(ours_of, theirs_of, atol=ATOL, err_msg=name)
+
+
+def test_rows_that_are_searched_and_rows_that_are_not_do_not_meet():
+    """The sample of a row is the same to the bit alone and among others."""
+    logits = jnp.asarray((RNG.normal(size=(3, VOCAB)) * np.array([[0.1], [3], [1]])).astype(np.float32))
+    params = [SamplingParams(top_p=0.9), SamplingParams(top_k=3), SamplingParams(temperature=0)]
+
+    @jax.jit
+    def sample_all(own, table, history):
+        stats = LogitStats.of_kernel(BACKEND, own, jnp.int32(len(own)))
+        return sample(own, table, history, max_top=0, stats=stats, backend=BACKEND)
+
+    def sampled(rows: list[int]):
+        table = table_of([params[row] for row in rows], VOCAB, seeds=[7 + row for row in rows])
+        lens = jnp.full(len(rows), 2, jnp.int32)
+        slots = jnp.arange(len(rows), dtype=jnp.int32)
+        history = History(lens, jnp.zeros((len(rows), 8), jnp.int32), slots, lens, lens)
+        return sample_all(logits[jnp.asarray(rows)], table, history)
+
+    together = sampled([0, 1, 2])
+    for row in range(3):
+        alone = sampled([row])
+        for name in ("tokens", "logprobs", "processed_logprobs"):
+            assert getattr(alone, name)[0] == getattr(together, name)[row], name
+
+
+def lowered(rows: int, vocab: int, device=None):
+    """The kernels for so many rows, lowered for a GPU, or for a device that is described."""
+    sharding = None if device is None else jax.sharding.SingleDeviceSharding(device)
+    own, f32, i32 = kernels.GpuSampling(), jnp.float32, jnp.int32
+
+    def array(shape: tuple[int, ...], dtype):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+    def sampled(z, rules, key):
+        return sampling_draw.draw_rows(own, z, rules, own.thresholds(z, rules), key)
+
+    rules = DrawRules(*(array((rows,), dtype) for dtype in (f32, f32, f32, i32, f32, i32)))
+    key = DrawKey(array((rows, 2), jnp.uint32), array((rows,), i32), array((rows,), i32))
+    return jax.jit(sampled).trace(array((rows, vocab), f32), rules, key).lower(lowering_platforms=("cuda",))
+
+
+@pytest.mark.skipif(not lowers_for_gpu(), reason="jax 0.11 lowers Triton for GPUs that are there")
+@pytest.mark.parametrize("vocab", [32_000, 262_144])
+def test_kernels_lower_for_a_gpu(vocab):
+    assert lowered(8, vocab).as_text().count("__gpu$xla.gpu.triton") == 4
+
+
+COMPILE = """
+import jax
+from jax.experimental import topologies
+from levanter_infer.plan.compiler import devices_of
+from levanter_infer.plan.targets import parse_target
+from tests.kernels.test_sampling_gpu import lowered
+(device,) = devices_of(parse_target("h100"))
+for rows in (1, 8, 64, 256):
+    for vocab in (32_000, 128_256, 151_936, 262_144):
+        print(lowered(rows, vocab, device).compile().memory_analysis().temp_size_in_bytes)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(gpu_compiler.why_missing() is not None, reason=f"needs {gpu_compiler.NEEDS}")
+def test_kernels_compile_for_an_h100():
+    """With little beside the logits: two levels of sums, and the candidates."""
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILE], env=gpu_compiler.compiler_environment(), capture_output=True, text=True
+    )
+    sizes = [int(line) for line in done.stdout.split()]
+    assert len(sizes) == 16, done.stderr[-2000:]
+    assert max(sizes) < 256 * (4 * (262_144 // 8) + 32 * 1024)
