@@ -135,10 +135,12 @@ def sample(
             and that of one device but for rounding: no device ever has a full row of logits.
         backend: whose kernels sample, if it has some; None: XLA's code does.
     """
+    vocab = _vocab_of(logits, vocab)
     kernels = None if backend is None or stats is None else backend.sampling_kernels(logits)
+    if isinstance(kernels, RowKernels) and vocab.shard_axis.mesh_axis is not None:
+        kernels = None  # they read whole rows, and a device has a part of each
     as_read = kernels.as_read if kernels is not None else lambda logits: logits
     by_rows = isinstance(kernels, RowKernels)
-    vocab = _vocab_of(logits, vocab)
     stats = LogitStats.of(logits, vocab) if stats is None else stats
     column = rows.columns
     used = history.slot_ids < history.tokens.shape[0]
