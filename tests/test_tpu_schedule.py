@@ -147,4 +147,7 @@ def test_the_units_bound_prefill_as_counted_by_hand():
     # Keys fill half of a unit of 256 x 256, values with the weights as stationary operand all of it.
     large = prefill_limits("v6e", keys=1024, columns=1024, head_dim=128, value_dim=128)
     assert large["MXU"] == (64 * 4 + 8 * 4 * 4) * 8 / 2
-    assert max(large, key=large.get) == "MXU" and large["EUP"] == 1024 == small["EUP"] / 2
+    assert large["EUP"] == 1024 == small["EUP"] / 2
+    # 5.5 operations for each of 1,024 registers of scores, exponentials among them, and 5 for each of 128 of outputs.
+    assert max(large, key=large.get) == "VALU" and large["VALU"] == (5.5 * 1024 + 5 * 128) / 4
+    assert max(small, key=small.get) == "MXU"

@@ -136,9 +136,7 @@ def sample(
         backend: whose kernels sample, if it has some; None: XLA's code does.
     """
     vocab = _vocab_of(logits, vocab)
-    kernels = None if backend is None or stats is None else backend.sampling_kernels(logits)
-    if isinstance(kernels, RowKernels) and vocab.shard_axis.mesh_axis is not None:
-        kernels = None  # they read whole rows, and a device has a part of each
+    kernels = None if stats is None else _kernels_of(backend, logits, vocab)
     as_read = kernels.as_read if kernels is not None else lambda logits: logits
     by_rows = isinstance(kernels, RowKernels)
     stats = LogitStats.of(logits, vocab) if stats is None else stats
@@ -212,6 +210,12 @@ def sample(
 def _possible(tokens: Array, peak: Array) -> Array:
     """The tokens i32[row], -1 for rows without one: `peak` is not finite."""
     return jnp.where(jnp.isfinite(peak), tokens, -1)
+
+
+def _kernels_of(backend: Backend | None, logits: Array, vocab: Vocabulary) -> SamplingKernels | RowKernels | None:
+    kernels = None if backend is None else backend.sampling_kernels(logits)
+    # `RowKernels` read whole rows; of a sharded vocabulary a device has a part of each.
+    return None if isinstance(kernels, RowKernels) and vocab.shard_axis.mesh_axis is not None else kernels
 
 
 def _vocab_of(logits: Array, vocab: Vocabulary | None) -> Vocabulary:

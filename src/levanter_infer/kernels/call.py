@@ -168,13 +168,13 @@ class LinearCall:
     for backends that fuse it, as the next two."""
     gate: Array | None = None
     """[rows, in]; `silu(gate) · x` replaces x. Not together with `norm`."""
-    is_gated_pair: bool = False
-    """Whether the two weights are a gate and its partner, without a residual: the one result is `silu(first) · second`,
-    of their results in `dtype`. Only for backends that fuse it."""
     residual: Array | None = None
     """[rows, out], added to the result; with one weight only."""
     dtype: jnp.dtype = jnp.dtype(jnp.float32)
     """Dtype in which the results are wanted; a backend that cannot round them in its kernel returns float32."""
+    is_gated_pair: bool = False
+    """Whether the two weights are a gate and its partner, without a residual: the one result is `silu(first) · second`,
+    of their results in `dtype`. Only for backends that fuse it."""
 
 
 @dataclass(frozen=True)

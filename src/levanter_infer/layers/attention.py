@@ -376,13 +376,14 @@ class Attention(eqx.Module):
         q, k, v = qkv
         order = (TOKEN, KV_HEADS, Q_HEADS_PER_GROUP, HEAD_SIZE)
         rotation = self._rotation(inputs) if Fuse.ROTATION in kv.backend.fuses else None
-        ordered = q.rearrange(order)
-        heads = ordered.array.reshape(ordered.array.shape[0], -1, ordered.array.shape[3])
-        if rotation is None or not kv.rotates(rotation, heads, k):
-            q, k, v = self._rotated(q, k, v, inputs)
-            return q.rearrange(order), v, kv.write(layer, batch, k, v), False
-        rotated, kv = kv.rotate_and_write(layer, batch, heads, k, v, rotation)
-        return NamedArray(rotated.reshape(ordered.array.shape), ordered.axes), v, kv, True
+        if rotation is not None:
+            ordered = q.rearrange(order)
+            heads = ordered.array.reshape(ordered.array.shape[0], -1, ordered.array.shape[3])
+            if kv.rotates(rotation, heads, k):
+                rotated, kv = kv.rotate_and_write(layer, batch, heads, k, v, rotation)
+                return NamedArray(rotated.reshape(ordered.array.shape), ordered.axes), v, kv, True
+        q, k, v = self._rotated(q, k, v, inputs)
+        return q.rearrange(order), v, kv.write(layer, batch, k, v), False
 
     def _rotation(self, inputs: AttentionInputs) -> Rotation | None:
         """Norms and rotation as a kernel takes them; None where it cannot compute them."""
