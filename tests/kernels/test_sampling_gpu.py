@@ -1,6 +1,5 @@
 """Sampling's kernels for a GPU, interpreted or, where there is a GPU, on it, beside XLA's code and a sort."""
 
-import dataclasses
 import functools
 import subprocess
 import sys
@@ -21,9 +20,9 @@ from tests.decode.sampling_oracle import table_of
 from tests.kernels.ragged import lowers_for_gpu
 from tests.kernels.test_sampling_tpu import (
     CASES,
-    PARAMS,
     ROWS,
     VOCAB,
+    check_beside_xla,
     hard_logits,
     kept_by_sorting,
     terms_of,
@@ -131,29 +130,9 @@ def test_sums_have_the_bits_of_the_tree():
 @pytest.mark.slow
 @pytest.mark.parametrize("changed", [False, True])
 def test_kernels_sample_what_xla_samples(changed):
-    logits = jnp.asarray(hard_logits())
-    assert isinstance(BACKEND.sampling_kernels(logits), RowKernels)
-    changes = [{"logit_bias": {4: 3.0}}, {}, {"presence_penalty": 1.5}, {"repetition_penalty": 1.3}, {}]
-    params = [dataclasses.replace(p, **changes[i % 5]) if changed else p for i, p in enumerate(PARAMS)]
-    lens = jnp.full(ROWS, 9, jnp.int32)
-    tokens = jnp.argsort(-jnp.nan_to_num(logits), axis=1)[:, :20].astype(jnp.int32)  # likely ones, so that it matters
-    slots = jnp.where(jnp.arange(ROWS) == ROWS - 1, ROWS, jnp.arange(ROWS, dtype=jnp.int32))  # the last is padding
-    history = History(lens, tokens, slots, lens - 3, lens)
-
-    @functools.partial(jax.jit, static_argnums=1)
-    def sampled(table, by_kernels: bool):
-        backend = BACKEND if by_kernels else None
-        stats = None if backend is None else LogitStats.of_kernel(backend, logits, jnp.int32(ROWS))
-        return sample(logits, table, history, max_top=3, stats=stats, backend=backend)
-
-    for seed in range(4):
-        table = table_of(params, VOCAB, seeds=[100 * seed + row for row in range(ROWS)])
-        ours, theirs = sampled(table, True), sampled(table, False)
-        for name in ("tokens", "finite", "top_ids"):
-            np.testing.assert_array_equal(getattr(ours, name)[:-1], getattr(theirs, name)[:-1], name)
-        for name in ("logprobs", "processed_logprobs", "top_logprobs"):
-            ours_of, theirs_of = getattr(ours, name)[:-1], getattr(theirs, name)[:-1]
-            np.testing.assert_allclose(ours_of, theirs_of, atol=ATOL, err_msg=name)
+    assert isinstance(BACKEND.sampling_kernels(jnp.asarray(hard_logits())), RowKernels)
+    slots = np.where(np.arange(ROWS) == ROWS - 1, ROWS, np.arange(ROWS))  # the last is padding
+    check_beside_xla(BACKEND, changed, slots, ATOL)
 
 
 def test_rows_that_are_searched_and_rows_that_are_not_do_not_meet():

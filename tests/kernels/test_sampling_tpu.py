@@ -213,27 +213,40 @@ PARAMS = [
 ]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("changed", [False, True])
-def test_kernels_sample_what_xla_samples(changed, monkeypatch):
-    monkeypatch.setattr(sampling, "_PENALISED_ROWS", 4)
+def check_beside_xla(backend, changed: bool, slots: np.ndarray, atol: float) -> None:
+    """Samples of the backend's kernels equal those of XLA's code, for each of `PARAMS`.
+
+    Args:
+        changed: with parameters that change the logits before the draw.
+        slots: i32[row]; rows with the slot `ROWS` are padding, and not compared.
+        atol: of the log probabilities.
+    """
     logits = jnp.asarray(hard_logits())
     changes = [{"logit_bias": {4: 3.0}}, {}, {"presence_penalty": 1.5}, {"repetition_penalty": 1.3}, {}]
     params = [dataclasses.replace(p, **changes[i % 5]) if changed else p for i, p in enumerate(PARAMS)]
     lens = jnp.full(ROWS, 9, jnp.int32)
     tokens = jnp.argsort(-jnp.nan_to_num(logits), axis=1)[:, :20].astype(jnp.int32)  # likely ones, so that it matters
-    history = History(lens, tokens, jnp.arange(ROWS, dtype=jnp.int32), lens - 3, lens)
+    history = History(lens, tokens, jnp.asarray(slots, jnp.int32), lens - 3, lens)
+    used = slots < ROWS
 
     @functools.partial(jax.jit, static_argnums=1)
     def sampled(table, by_kernels: bool):
-        backend = Quick() if by_kernels else None
-        stats = None if backend is None else LogitStats.of_kernel(backend, logits, jnp.int32(ROWS))
-        return sample(logits, table, history, max_top=3, stats=stats, backend=backend)
+        own = backend if by_kernels else None
+        stats = None if own is None else LogitStats.of_kernel(own, logits, jnp.int32(ROWS))
+        return sample(logits, table, history, max_top=3, stats=stats, backend=own)
 
     for seed in range(4):
         table = table_of(params, VOCAB, seeds=[100 * seed + row for row in range(ROWS)])
         ours, theirs = sampled(table, True), sampled(table, False)
         for name in ("tokens", "finite", "top_ids"):
-            np.testing.assert_array_equal(getattr(ours, name), getattr(theirs, name), name)
+            np.testing.assert_array_equal(getattr(ours, name)[used], getattr(theirs, name)[used], name)
         for name in ("logprobs", "processed_logprobs", "top_logprobs"):
-            np.testing.assert_allclose(getattr(ours, name), getattr(theirs, name), atol=2e-6, err_msg=name)
+            ours_of, theirs_of = getattr(ours, name)[used], getattr(theirs, name)[used]
+            np.testing.assert_allclose(ours_of, theirs_of, atol=atol, err_msg=name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("changed", [False, True])
+def test_kernels_sample_what_xla_samples(changed, monkeypatch):
+    monkeypatch.setattr(sampling, "_PENALISED_ROWS", 4)
+    check_beside_xla(Quick(), changed, np.arange(ROWS), atol=2e-6)

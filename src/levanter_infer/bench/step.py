@@ -62,9 +62,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     """Print one line per batch and number of prompt tokens."""
     about, probe = provenance(), Probe()
-    model = random_model(model_sizes(args), args.dtype)
+    longest_of = {prompt: round_up(prompt + args.output + 1, 16) for prompt in args.prompt}
+    model = random_model(model_sizes(args), args.dtype, max_positions=max(longest_of.values()))
     for batch, prompt in itertools.product(args.batch, args.prompt):
-        longest = round_up(prompt + args.output + 1, 16)
+        longest = longest_of[prompt]
         options = EngineConfig(
             max_seqs=batch,
             max_seq_len=longest,
@@ -94,12 +95,18 @@ def measure(
     work = Work.of(engine.model, sizes, args.dtype, batch, prompt + args.output // 2)
     assert engine.backend.isa is not None, "the C++ kernels compute"
     isa = multiplying_isa(engine.backend.isa, args.dtype)
-    times, bounds = [], []
+    times, bounds, computed = [], [], engine.stats()["prefix_misses"]
     for _ in range(args.repeats):
         short = call(1)
         long, bound = probe.around(lambda: call(1 + args.output), work.weights_bytes + work.kv_bytes, work.flops, isa)
         times.append(1e3 * (long - short) / args.output)
         bounds.append(bound)
+    computed = engine.stats()["prefix_misses"] - computed
+    if computed > 2 * args.repeats * batch:  # the page that holds a prompt's last token is computed in each call
+        raise RuntimeError(
+            f"{2 * args.repeats} calls computed {computed} pages of prompts; expected at most one page for each of "
+            f"{batch} prompts in each call, and the others in the prefix cache; the calls do not time decode steps"
+        )
     known = min(times) > 0
     parts = profiled(engine, call, args.output)
     return {
