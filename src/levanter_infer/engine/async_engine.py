@@ -121,7 +121,7 @@ class AsyncEngine:
         if type(max_waiting) is not int or max_waiting < 1:
             raise ValueError(f"max_waiting={max_waiting!r}: expected a whole number of at least 1")
         self._engine, self._max_waiting = engine, max_waiting
-        self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._commands: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._waiting, self._calls = 0, 0
         self._ids: dict[str, _Live] = {}
