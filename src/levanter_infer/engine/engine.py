@@ -4,8 +4,9 @@
 takes the scheduler's admissions to the runner, and the outputs back.
 """
 
+import contextlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -231,6 +232,51 @@ class InferenceEngine:
         Raises: ValueError if `prompts` or `sampling` as a whole is of another form; TypeError for an unknown name, with
             the nearest known one. Nothing has run then.
         """
+        made = self._states(prompts, sampling)
+        with sampling_progress(progress, on_update) as update:
+            self._serve([each for each in made if isinstance(each, RequestState)], update)
+        return [each.output() if isinstance(each, RequestState) else each for each in made]
+
+    @names_are_checked
+    def as_completed(self, prompts, sampling=None) -> Iterator[RequestOutput]:
+        """Sample continuations of all prompts, as `generate` does, and yield each output as its request ends.
+
+        Refused requests come first, with `error`. An output names its prompt by `id`: that of its `Request`, or the
+        prompt's position in the list as a string. The engine belongs to the iterating thread from the first `next` to
+        the end of the iterator; closing it cancels the other requests and frees their pages. That thread closes it, and
+        may call the engine in between.
+
+        Args:
+            prompts, sampling: as of `generate`.
+        Raises: as `generate`, with the first `next`.
+        """
+        with self._turns.taken("as_completed", self._is_in_progress, waits=True):
+            made = self._states(prompts, sampling)
+            yield from (each for each in made if isinstance(each, RequestOutput))
+            pending = [each for each in made if isinstance(each, RequestState)]
+            if not pending:
+                return
+            self._prepare(pending)
+            try:
+                self._rounds.submit(pending)
+                while pending:
+                    self.step_round()
+                    ended = [request for request in pending if request.is_done]
+                    pending = [request for request in pending if not request.is_done] if ended else pending
+                    yield from (request.output() for request in ended)
+            except GeneratorExit:
+                for request in pending:
+                    self.cancel(request)
+                raise
+            except BaseException:
+                self.reset()
+                raise
+            finally:
+                if all(request.is_done for request in self._scheduler.requests()):
+                    self.drain()
+
+    def _states(self, prompts, sampling) -> list[RequestState | RequestOutput]:
+        """The request of each prompt, or the output that refuses it."""
         made: list[RequestState | RequestOutput] = []
         for i, request in enumerate(as_requests(prompts, sampling)):
             if isinstance(request, ValueError):
@@ -240,9 +286,7 @@ class InferenceEngine:
                 made.append(self._intake.request_state(request, str(i)))
             except ValueError as error:
                 made.append(refused(request, str(i), str(error)))
-        with sampling_progress(progress, on_update) as update:
-            self._serve([each for each in made if isinstance(each, RequestState)], update)
-        return [each.output() if isinstance(each, RequestState) else each for each in made]
+        return made
 
     @waits_for_turn
     def score(self, sequences: Sequence[Sequence[int]]) -> list[np.ndarray]:
@@ -386,6 +430,25 @@ class InferenceEngine:
                 f"{call} was given request {brief(request.id)} of another engine; call it on the engine that the "
                 "request was submitted to"
             )
+
+    def held(self, call: str) -> contextlib.AbstractContextManager[None]:
+        """Wait for the engine and keep it for this thread, until the context ends; `call` names it to other threads."""
+        return self._turns.taken(call, self._is_in_progress, waits=True)
+
+    @property
+    def admits(self) -> bool:
+        """Whether rounds give slots to requests that wait."""
+        return self._scheduler.admits
+
+    @exclusive
+    def set_admits(self, admits: bool) -> None:
+        """Let requests that wait enter the coming rounds, or keep them waiting; `drain` needs the former."""
+        self._scheduler.admits = admits
+
+    @property
+    def has_active(self) -> bool:
+        """Whether any sample has a slot."""
+        return bool(self._scheduler.active)
 
     @property
     def is_stopping(self) -> bool:

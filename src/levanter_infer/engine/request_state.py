@@ -60,6 +60,8 @@ class SampleState:
         self, tokens: np.ndarray, logprobs: np.ndarray, processed: np.ndarray, top, versions: Sequence[int]
     ) -> None:
         """Append the tokens of one round, up to the token that completes a stop string: later ones are dropped."""
+        if self.request.grown is not None:
+            self.request.grown.add(self)
         count, wanted = self._extend_tokens(tokens.tolist()), self.request.params.logprobs
         self.logprobs += logprobs[:count].tolist()
         self.processed_logprobs += processed[:count].tolist()
@@ -188,6 +190,8 @@ class RequestState:
     """None until they have been read."""
     search_versions: list[int] = dataclasses.field(default_factory=list)
     """Version of the weights for each generated position of a beam search."""
+    grown: "set[SampleState] | None" = dataclasses.field(default=None, repr=False)
+    """Samples that got tokens add themselves here, so that a reader of many requests looks at no others."""
     scheduler: Any = dataclasses.field(default=None, repr=False)
     """The `Scheduler` that it was submitted to: its slots are of that engine."""
 
