@@ -121,6 +121,10 @@ class RunConfig:
         if self.prompts is not None and not self.prompts:
             raise ValueError("prompts is an empty list; expected at least one prompt")
         check_chat_settings({key: getattr(self, key) for key in CHAT_KEYS if getattr(self, key) is not None})
+        self.check_files()
+
+    def check_files(self) -> None:
+        """Raises: ValueError for a name of a file or directory that cannot be one."""
         if not self.model.path:
             raise ValueError("model is empty; expected a directory or a hub id")
         for name in _FILES:

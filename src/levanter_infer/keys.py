@@ -25,9 +25,10 @@ SECTIONS = {
     "output": ("config", "OutputConfig"),
     "batch": ("batch.config", "BatchConfig"),
     "plan": ("plan.__main__", "PlanConfig"),
+    "serve": ("serve.config", "ServeConfig"),
 }
 """Sections of a configuration, each with the module and class that define its keys."""
-OWN_SECTIONS = {"batch": ("batch",), "plan": ("plan",)}
+OWN_SECTIONS = {"batch": ("batch",), "plan": ("plan",), "serve": ("serve",)}
 """Sections of a single command."""
 
 OTHER_NAMES = {

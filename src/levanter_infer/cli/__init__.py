@@ -20,6 +20,7 @@ PROGRAM = "levanter-infer"
 COMMANDS = {
     "sample": ("sample", "sample completions of prompts"),
     "batch": ("batch.__main__", "sample the rows of files in shards, and resume after an interruption"),
+    "serve": ("serve.__main__", "an HTTP server with OpenAI's completion endpoints"),
     "score": ("score", "log probabilities and perplexity of texts"),
     "plan": ("plan.__main__", "capacity planning: does a job fit on another machine, and how fast can it be?"),
     "check": ("check", "the machine, the numerics of an engine, and where they start to differ"),

@@ -21,8 +21,9 @@ MAX_N = 4096
 """Samples of one row, at most; the engine may allow fewer."""
 _JSONL = (".jsonl", ".ndjson")
 _PROMPT_KEYS = ("prompt", "prompt_token_ids", "messages")
-_POLICY_KEYS = ("cache_salt", "priority", "timeout_s")
-ROW_KEYS = (*_PROMPT_KEYS, "id", "sampling", *_POLICY_KEYS, *CHAT_KEYS)
+ROW_POLICIES = ("cache_salt", "priority", "timeout_s")
+"""Keys of a row that set fields of its request, by their names."""
+ROW_KEYS = (*_PROMPT_KEYS, "id", "sampling", *ROW_POLICIES, *CHAT_KEYS)
 _NOT_CARRIED = (*ROW_KEYS, "custom_id", "body")  # the last two make a row a line of OpenAI's batch format
 CARRY_REMEDY = "; a column of your own goes to the output if output.carry names it: [NAME]"
 _COMPLETIONS = {"prompt": "completion", "prompt_token_ids": "completion_token_ids", "messages": "completion"}
@@ -274,7 +275,7 @@ class RowParser:
         for key in ("n", "best_of", "num_beams"):
             if (getattr(sampling, key) or 0) > MAX_N:
                 raise ValueError(f"sampling.{key}={getattr(sampling, key)}; expected at most {MAX_N}")
-        policies = {key: content[key] for key in _POLICY_KEYS if key in known and content.get(key) is not None}
+        policies = {key: content[key] for key in ROW_POLICIES if key in known and content.get(key) is not None}
         prompt: dict[str, Any] = {kind: value}
         return Request(**prompt, sampling=sampling, id=name, **policies, **_chat_keys(content, kind, self.chat))
 

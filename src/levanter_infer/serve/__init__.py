@@ -1,0 +1,1 @@
+"""`levanter-infer serve`: an HTTP server with OpenAI's completion endpoints over `AsyncEngine`."""

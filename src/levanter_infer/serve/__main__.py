@@ -1,0 +1,94 @@
+"""`levanter-infer serve --model NAME`: an HTTP server with OpenAI's completion endpoints.
+
+Messages go to standard error. SIGTERM and SIGINT end it: it takes no further connections, requests in progress have
+`serve.grace_s` to end, and the exit status is 0.
+"""
+
+import asyncio
+import dataclasses
+import logging
+import socket
+from collections.abc import Sequence
+
+from levanter_infer.cli import run_command
+
+if __name__ == "__main__":  # here, so that an interrupt during the imports below leaves no traceback
+    run_command("serve")
+
+from levanter_infer.cli.common import run_config
+from levanter_infer.cli.session import make_engine
+from levanter_infer.io.prompts import RowParser, chat_settings
+from levanter_infer.io.terminal import say
+from levanter_infer.serve.config import ServeRunConfig
+
+USAGE = """\
+usage: levanter-infer serve --model NAME [--config FILE] [--KEY VALUE ...]
+
+An HTTP server with OpenAI's completion endpoints: /v1/completions, /v1/chat/completions, /v1/models, and /health,
+/metrics, /version, /openapi.json. It listens on 127.0.0.1:8000; docs/serving.md says more.
+
+  --config FILE       the configuration; its `sampling` has the defaults of requests
+  --model NAME        a directory in Hugging Face's layout, or a hub id
+  --host, --port      the address; any but a loopback address needs an API key
+  --help              this text
+"""
+"""Read from the source by `cli.command_help`."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; returns the exit status."""
+    options = {"host": "serve.host", "port": "serve.port"}
+    return run_config("serve", argv, run, ServeRunConfig, options)
+
+
+def run(config: ServeRunConfig) -> int:
+    """Serve until a signal; returns the exit status. Raises: ValueError for what stops the start."""
+    try:
+        import uvicorn
+    except ModuleNotFoundError as e:
+        raise ValueError(f"serve needs {e.name}; install it with: pip install 'levanter-infer[serve]'") from e
+    key = config.serve.api_key()
+    listener = _listener(config)
+    engine = make_engine(config, 0)
+    engine.warmup()
+
+    from levanter_infer.engine.async_engine import AsyncEngine
+    from levanter_infer.io.openai import Answers
+    from levanter_infer.serve.app import Service
+
+    async def serve() -> None:
+        names = config.model_names
+        parser = RowParser(dataclasses.replace(config.sampling, seed=None), chat_settings(config))
+        answers = Answers(names[0], engine.tokenizer)
+        async with AsyncEngine(engine, max_waiting=config.serve.max_waiting) as running:
+            service = Service(
+                running, answers, parser, names, config.serve, api_key=key, facts={"engine": engine.describe()}
+            )
+            options = uvicorn.Config(
+                service.app(),
+                log_level=logging.WARNING,
+                limit_concurrency=config.serve.max_connections,
+                timeout_graceful_shutdown=max(1, round(config.serve.grace_s)),
+                server_header=False,
+                lifespan="off",
+            )
+            host, port = listener.getsockname()[:2]
+            say(f"serving   http://{f'[{host}]' if ':' in host else host}:{port} as {', '.join(names)}")
+            await uvicorn.Server(options).serve(sockets=[listener])
+
+    try:
+        asyncio.run(serve())
+    except KeyboardInterrupt:  # uvicorn raises the signal again once all is over
+        pass
+    say(f"served    {engine.stats()['generated_tokens']} tokens")
+    return 0
+
+
+def _listener(config: ServeRunConfig) -> socket.socket:
+    """Bound before the model is loaded, so that an address in use is answered at once."""
+    host, port = config.serve.host, config.serve.port
+    try:
+        (family, *_, address), *_ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        return socket.create_server(address[:2], family=family, backlog=2048)
+    except OSError as e:
+        raise ValueError(f"cannot listen on serve.host={host} serve.port={port}: {e.strerror or e}") from e

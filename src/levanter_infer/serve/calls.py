@@ -1,0 +1,113 @@
+"""What a client asks for: the body of a request, checked, as requests of the engine."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from levanter_infer.engine.params import SamplingParams, brief
+from levanter_infer.engine.request import Request
+from levanter_infer.io.openai import ROW_POLICIES, body_row
+from levanter_infer.io.prompts import RowParser
+
+_OTHERWISE = ("max_tokens", "logprobs", "return_routed_experts")
+"""Sampling parameters that the endpoints have in another form, or not at all."""
+OWN = (*(f.name for f in dataclasses.fields(SamplingParams) if f.name not in _OTHERWISE), *ROW_POLICIES)
+"""Keys of a body that are ours: sampling parameters and fields of a request, by their names."""
+CALL_KEYS = ("stream", "stream_options", "return_token_ids", "echo")
+"""Keys of a body that concern the answer alone."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """One HTTP request."""
+
+    requests: list[Request]
+    """One for each prompt."""
+    stream: bool
+    include_usage: bool
+    """Whether a stream ends with the number of tokens."""
+    return_token_ids: bool
+    echo: bool
+
+
+def read_call(body: Any, kind: str, name: str, parser: RowParser, model_names: Sequence[str], max_prompts: int) -> Call:
+    """The call of a body.
+
+    Args:
+        kind: "prompt" or "messages", by the endpoint.
+        name: id of the call; its requests' ids begin with it.
+        parser: has the sampling parameters that the body may override.
+        model_names: names that `model` may have.
+        max_prompts: prompts of a call, at most.
+    Raises: ValueError that names what is wrong.
+    """
+    if not isinstance(body, dict):
+        raise ValueError(f"the body is {brief(body)}; expected a JSON object")
+    flags = {key: _flag(body, key) for key in ("stream", "return_token_ids", "echo")}
+    if flags["echo"] and kind != "prompt":
+        raise ValueError("body.echo with a chat; it is for /v1/completions: leave it out")
+    rest = {key: value for key, value in body.items() if key not in CALL_KEYS}
+    if flags["echo"]:
+        rest |= _echoed(rest)
+    requests = []
+    prompts = _prompts(rest.get("prompt"), max_prompts) if kind == "prompt" else [rest.get("messages")]
+    for i, prompt in enumerate(prompts):
+        content = body_row({**rest, kind: prompt}, kind, name, model_names, taker="this server", own=OWN)
+        row = parser.row(content, f"{name}-{i}", "the request" if len(prompts) == 1 else f"body.prompt[{i}]")
+        if row.request is None:
+            raise ValueError(row.error)
+        requests.append(dataclasses.replace(row.request, id=f"{name}-{i}"))
+    call = Call(requests, flags["stream"], _usage(body, flags["stream"]), flags["return_token_ids"], flags["echo"])
+    _check_stream(call)
+    return call
+
+
+def _flag(body: Mapping[str, Any], key: str) -> bool:
+    value = body.get(key)
+    if value is not None and type(value) is not bool:
+        raise ValueError(f"body.{key} is {brief(value)}; expected true or false")
+    return bool(value)
+
+
+def _usage(body: Mapping[str, Any], streams: bool) -> bool:
+    options = body.get("stream_options")
+    if options is None:
+        return False
+    if not streams:
+        raise ValueError("body.stream_options without body.stream; set stream to true, or leave it out")
+    if not isinstance(options, dict) or not set(options) <= {"include_usage"}:
+        raise ValueError(f"body.stream_options is {brief(options)}; expected an object with include_usage alone")
+    return _flag(options, "include_usage")
+
+
+def _echoed(body: Mapping[str, Any]) -> dict[str, Any]:
+    """Parameters that give log probabilities of the prompt, as `echo` with `logprobs` asks for them."""
+    if body.get("logprobs") is None:
+        if body.get("max_tokens") == 0:
+            raise ValueError("body.echo with max_tokens 0 and no logprobs asks for nothing; ask for logprobs")
+        return {}
+    return {"prompt_logprobs": body["logprobs"]}
+
+
+def _prompts(value: Any, most: int) -> list[Any]:
+    """The prompts of `prompt`: a text, token ids, or a list of either."""
+    if not isinstance(value, list) or not value or not isinstance(value[0], (str, list)):
+        return [value]
+    if len(value) > most:
+        raise ValueError(f"body.prompt has {len(value)} prompts; expected at most {most} (serve.max_prompts)")
+    return value
+
+
+def _check_stream(call: Call) -> None:
+    if not call.stream:
+        return
+    params = call.requests[0].sampling
+    assert params is not None
+    for key, given in (
+        ("echo", call.echo),
+        ("best_of", (params.best_of or params.n) != params.n),
+        ("num_beams", params.num_beams > 1),
+        ("prompt_logprobs", params.prompt_logprobs is not None),
+    ):
+        if given:
+            raise ValueError(f"body.{key} with body.stream: the answer is known at the end only; leave one out")

@@ -1,0 +1,101 @@
+"""`ServeRunConfig`: the configuration of a server."""
+
+import dataclasses
+import ipaddress
+import os
+from pathlib import Path
+
+from levanter_infer.config import RunConfig
+from levanter_infer.engine.params import brief
+
+API_KEY = "LEVANTER_INFER_API_KEY"
+"""Environment variable with the API key."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ServeConfig:
+    """Address and limits of the server."""
+
+    host: str = "127.0.0.1"
+    """Address to listen on. Any other than a loopback address needs an API key."""
+    port: int = 8000
+    """Port to listen on; 0: a free one, which is printed."""
+    api_key_file: str | None = None
+    """A file with the API key, which clients send as a bearer token. Default: the environment variable
+    LEVANTER_INFER_API_KEY; without either no key is asked for."""
+    model_names: list[str] = dataclasses.field(default_factory=list)
+    """Names of the model in requests; answers have the first. Default: the last part of the model's path."""
+    max_waiting: int = 1024
+    """Requests that wait for their first token, at most; a further one is answered with 429."""
+    max_connections: int = 4096
+    """Open connections, at most; a further one is answered with 503."""
+    max_body_bytes: int = 8388608
+    """Bytes of a request's body, at most; a larger one is answered with 413."""
+    max_prompts: int = 1024
+    """Prompts of one request to /v1/completions, at most."""
+    grace_s: float = 30.0
+    """Seconds that requests in progress have to end after SIGTERM; then they are aborted."""
+
+    def __post_init__(self):
+        for name, low, high in (
+            ("port", 0, 65535),
+            ("max_waiting", 1, 2**31 - 1),
+            ("max_connections", 1, 2**31 - 1),
+            ("max_body_bytes", 1, 2**31 - 1),
+            ("max_prompts", 1, 2**31 - 1),
+        ):
+            if not low <= getattr(self, name) <= high:
+                raise ValueError(f"serve.{name}={getattr(self, name)}: expected {low} to {high}")
+        if not 0 <= self.grace_s <= 1e6:
+            raise ValueError(f"serve.grace_s={self.grace_s}: expected seconds from 0 to 1e6")
+        if not all(self.model_names):
+            raise ValueError(f"serve.model_names={brief(self.model_names)}: expected names that are not empty")
+
+    def api_key(self) -> str | None:
+        """The key that clients must send; None: no key.
+
+        Raises: ValueError if the file cannot be read, the key is empty, or the address needs a key and has none.
+        """
+        key = os.environ.get(API_KEY)
+        if self.api_key_file is not None:
+            try:
+                key = Path(self.api_key_file).read_text(encoding="utf-8").strip()
+            except (OSError, UnicodeDecodeError) as e:
+                raise ValueError(f"serve.api_key_file={brief(self.api_key_file)}: cannot be read: {e}") from e
+        if key is not None and not key.strip():
+            raise ValueError("the API key is empty; give one in serve.api_key_file, or in none at all")
+        if key is None and not _is_loopback(self.host):
+            raise ValueError(
+                f"serve.host={brief(self.host)} is reached from other machines and no API key is set; give "
+                f"serve.api_key_file or {API_KEY}, or listen on 127.0.0.1"
+            )
+        return key
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+@dataclasses.dataclass(frozen=True)
+class ServeRunConfig(RunConfig):
+    """Configuration of a server."""
+
+    serve: ServeConfig = dataclasses.field(default_factory=ServeConfig)
+
+    def __post_init__(self):
+        for name, given in (("prompts", self.prompts), ("prompts_file", self.prompts_file), ("chat", self.chat)):
+            if given:
+                raise ValueError(f"{name} with a server, which gets its prompts from requests; leave it out")
+        if self.output is not None:
+            raise ValueError("output with a server, which answers its clients; leave it out")
+        if self.multihost.is_on:
+            raise ValueError("multihost with a server, which runs in one process; leave it out")
+        self.check_files()
+
+    @property
+    def model_names(self) -> list[str]:
+        """Names of the model, the one of answers first."""
+        return self.serve.model_names or [self.model.path.rstrip("/").rsplit("/", 1)[-1]]

@@ -1,0 +1,70 @@
+"""A server on loopback in a thread of this process, over the model in models/tiny."""
+
+import asyncio
+import contextlib
+import dataclasses
+import socket
+import threading
+from collections.abc import Iterator
+
+import uvicorn
+
+from levanter_infer import AsyncEngine, EngineConfig, InferenceEngine, SamplingParams, load_model
+from levanter_infer.io.openai import Answers
+from levanter_infer.io.prompts import RowParser
+from levanter_infer.serve.app import Service
+from levanter_infer.serve.config import ServeConfig
+
+MODEL = "models/tiny"
+
+
+def tiny_engine() -> InferenceEngine:
+    model, tokenizer = load_model(MODEL)
+    config = EngineConfig(max_seqs=16, max_seq_len=64, page_size=4, max_step_tokens=64, max_logprobs=4)
+    return InferenceEngine(model, tokenizer, config, scoring=True)
+
+
+@dataclasses.dataclass
+class Running:
+    """A server that runs."""
+
+    url: str
+    engine: InferenceEngine
+    asynchronous: AsyncEngine
+    loop: asyncio.AbstractEventLoop
+
+
+@contextlib.contextmanager
+def running(engine: InferenceEngine, *, api_key: str | None = None, **limits) -> Iterator[Running]:
+    """Serve until the block ends.
+
+    Args:
+        limits: of `ServeConfig`.
+    """
+    config = ServeConfig(model_names=["tiny", "other"], **limits)
+    started: threading.Event = threading.Event()
+    found: dict[str, Running] = {}
+    listener = socket.create_server(("127.0.0.1", 0), backlog=2048)
+
+    async def serve() -> None:
+        async with AsyncEngine(engine, max_waiting=config.max_waiting) as asynchronous:
+            names = config.model_names
+            parser = RowParser(SamplingParams(max_tokens=8))
+            service = Service(asynchronous, Answers("tiny", engine.tokenizer), parser, names, config, api_key=api_key)
+            server = uvicorn.Server(uvicorn.Config(service.app(), lifespan="off", log_level="warning"))
+            server.install_signal_handlers = lambda: None  # type: ignore[attr-defined]
+            url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+            found["it"] = Running(url, engine, asynchronous, asyncio.get_running_loop())
+            found["server"] = server  # type: ignore[assignment]
+            started.set()
+            await server.serve(sockets=[listener])
+
+    thread = threading.Thread(target=lambda: asyncio.run(serve()), daemon=True)
+    thread.start()
+    assert started.wait(120)
+    try:
+        yield found["it"]
+    finally:
+        found["server"].should_exit = True  # type: ignore[attr-defined]
+        thread.join(60)
+        assert not thread.is_alive()

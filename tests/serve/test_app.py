@@ -1,0 +1,263 @@
+"""The HTTP server, by the real client of OpenAI and by raw HTTP: answers equal the engine's, and nothing is left."""
+
+import asyncio
+import json
+import math
+import random
+import time
+
+import httpx
+import numpy as np
+import openai
+import pytest
+
+from levanter_infer import Request, SamplingParams
+from tests.serve.server import running, tiny_engine
+
+PROMPT = "17+25="
+
+
+@pytest.fixture(scope="module")
+def engine():
+    return tiny_engine()
+
+
+@pytest.fixture(scope="module")
+def expected(engine):
+    def made(prompts, **sampling):
+        return engine.generate(prompts, SamplingParams(**{"max_tokens": 8, **sampling}))
+
+    return {
+        "greedy": made([PROMPT, "1+1="], temperature=0, logprobs=2),
+        "seeded": made([PROMPT], seed=7, n=3, temperature=1.5),
+        "scored": made(["17+25=42"], max_tokens=0, prompt_logprobs=1),
+    }
+
+
+@pytest.fixture
+def served(engine, expected):
+    with running(engine) as server:
+        yield server
+
+
+@pytest.fixture
+def client(served):
+    with openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+def post(served, path: str = "/v1/completions", **body) -> httpx.Response:
+    return httpx.post(f"{served.url}{path}", json=body, timeout=120)
+
+
+def pages_are_free(served) -> bool:
+    """Whether all pages become free soon: a request that was aborted frees them when its round has ended."""
+    for _ in range(200):
+        asyncio.run_coroutine_threadsafe(served.asynchronous.drain(), served.loop).result(60)
+        if served.engine.stats()["pages_free"] == served.engine.shapes.num_pages:
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def test_completions_equal_the_engines(client, expected):
+    answer = client.completions.create(model="tiny", prompt=[PROMPT, "1+1="], temperature=0, max_tokens=8, logprobs=2)
+    for choice, output in zip(answer.choices, expected["greedy"], strict=True):
+        (own,) = output.completions
+        assert (choice.text, choice.finish_reason) == (own.text, own.finish_reason)
+        assert choice.logprobs.token_logprobs == pytest.approx(own.logprobs.tolist(), abs=0)
+        assert [len(top) for top in choice.logprobs.top_logprobs] == [2] * len(own.token_ids)
+    assert answer.usage.prompt_tokens == sum(len(o.prompt_token_ids) for o in expected["greedy"])
+    assert [choice.index for choice in answer.choices] == [0, 1]
+
+
+def test_seeds_parameters_and_token_ids_are_applied(client, expected):
+    extra = {"top_k": 0, "return_token_ids": True}
+    ids = expected["seeded"][0].prompt_token_ids
+    for prompt in (PROMPT, ids):
+        answer = client.completions.create(
+            model="other", prompt=prompt, seed=7, n=3, temperature=1.5, max_tokens=8, extra_body=extra
+        )
+        own = expected["seeded"][0].completions
+        assert [c.token_ids for c in answer.choices] == [c.token_ids for c in own]
+        assert [c.prompt_token_ids for c in answer.choices] == [ids] * 3
+        assert {c.weights_version for c in answer.choices} == {0}
+
+
+def test_streams_join_to_the_answer(client, expected):
+    events = list(
+        client.completions.create(
+            model="tiny", prompt=[PROMPT, "1+1="], temperature=0, max_tokens=8, logprobs=2, stream=True,
+            stream_options={"include_usage": True},
+        )
+    )  # fmt: skip
+    texts, logprobs, reasons = ["", ""], ([], []), {}
+    for event in events:
+        for choice in event.choices:
+            texts[choice.index] += choice.text
+            logprobs[choice.index].extend(choice.logprobs.token_logprobs)
+            reasons |= {choice.index: choice.finish_reason} if choice.finish_reason else {}
+    own = [output.completions[0] for output in expected["greedy"]]
+    assert texts == [c.text for c in own] and reasons == {i: c.finish_reason for i, c in enumerate(own)}
+    assert list(map(list, logprobs)) == [c.logprobs.tolist() for c in own]
+    assert events[-1].usage.completion_tokens == sum(len(c.token_ids) for c in own)
+
+
+def test_echo_scores_the_prompt(client, expected):
+    answer = client.completions.create(model="tiny", prompt="17+25=42", max_tokens=0, echo=True, logprobs=1)
+    (choice,), own = answer.choices, expected["scored"][0]
+    assert choice.text == "17+25=42" and len(choice.logprobs.tokens) == len(own.prompt_token_ids)
+    assert choice.logprobs.token_logprobs[0] is None and choice.logprobs.top_logprobs[0] is None
+    np.testing.assert_array_equal(choice.logprobs.token_logprobs[1:], own.prompt_logprobs)
+    starts = [len("".join(choice.logprobs.tokens[:i])) for i in range(len(choice.logprobs.tokens))]
+    assert choice.logprobs.text_offset == starts
+
+
+def test_chats_are_rendered_and_streamed(client, engine):
+    messages = [{"role": "user", "content": PROMPT}]
+    same = dict(model="tiny", messages=messages, temperature=0, max_tokens=8, logprobs=True, top_logprobs=1)
+    answer = client.chat.completions.create(**same)
+    events = list(client.chat.completions.create(**same, stream=True))
+    text = "".join(choice.delta.content or "" for event in events for choice in event.choices)
+    assert text == answer.choices[0].message.content and events[0].choices[0].delta.role == "assistant"
+    assert text == "42\n"
+    found = [e for event in events for c in event.choices if c.logprobs for e in c.logprobs.content]
+    assert [e.logprob for e in found] == [e.logprob for e in answer.choices[0].logprobs.content]
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+    assert client.chat.completions.create(**same, tools=tools).choices[0].message.content is not None
+
+
+@pytest.mark.parametrize(
+    ("content", "named"),
+    [
+        (b"{", "not JSON"),
+        (b"\xff", "UTF-8"),
+        (b"[1]", "JSON object"),
+        (b"NaN", "NaN"),
+        (b"[" * 100_000, "nested too deeply"),
+        (b'{"prompt": "a", "temperature": 1e999}', "temperature"),
+        (b'{"prompt": "a", "seed": 1' + b"0" * 5000 + b"}", "digits"),
+        (b'{"prompt": "a", "prompt": "b"}', "twice"),
+        (b'{"prompt": "a", "nosuch": 1}', "nosuch"),
+        (b'{"prompt": "a", "suffix": "b"}', "suffix"),
+        (b'{"prompt": "a", "model": "gpt"}', "gpt"),
+        (b'{"prompt": "a", "max_tokens": 0}', "max_tokens"),
+        (b'{"prompt": "a", "logprobs": 5}', "logprobs"),
+        (b'{"prompt": [], "max_tokens": 1}', "prompt"),
+        (b'{"prompt": [1, -1]}', "prompt_token_ids[1]"),
+        (b'{"prompt": [99999]}', "99999"),
+        (b'{"prompt": ["a", 1]}', "prompt"),
+        (b'{"prompt": "a", "stream": 1}', "stream"),
+        (b'{"prompt": "a", "stream_options": {"include_usage": true}}', "stream_options"),
+        (b'{"prompt": "a", "stream": true, "best_of": 3}', "best_of"),
+        (b'{"prompt": "a", "n": 1000000}', "n"),
+        (b'{"messages": []}', "prompt"),
+    ],
+)
+def test_bad_bodies_are_refused_by_name(served, content, named):
+    done = httpx.post(f"{served.url}/v1/completions", content=content, timeout=60)
+    assert done.status_code == 400, done.text
+    error = done.json()["error"]
+    assert named in error["message"] and error["type"] == "invalid_request_error"
+
+
+def test_other_endpoints(served):
+    get = {path: httpx.get(f"{served.url}{path}") for path in ("/health", "/metrics", "/v1/models", "/", "/version")}
+    assert {path: each.status_code for path, each in get.items()} == dict.fromkeys(get, 200)
+    assert [model["id"] for model in get["/v1/models"].json()["data"]] == ["tiny", "other"]
+    assert "generated_tokens_total" in get["/metrics"].text and "<script" not in get["/"].text
+    assert httpx.get(f"{served.url}/v1/nosuch").status_code == 404
+    assert httpx.get(f"{served.url}/v1/completions").status_code == 405
+
+
+def test_limits_of_a_server(engine):
+    with running(engine, api_key="secret", max_waiting=2, max_body_bytes=1000, max_prompts=3) as server:
+        body = {"prompt": "1+1=", "max_tokens": 2}
+        for headers, status in (
+            ({}, 401),
+            ({"Authorization": "Bearer wrong"}, 401),
+            ({"authorization": "secret"}, 401),
+        ):
+            assert httpx.post(f"{server.url}/v1/completions", json=body, headers=headers).status_code == status
+        assert httpx.get(f"{server.url}/health").status_code == 200
+        with httpx.Client(base_url=server.url, headers={"Authorization": "Bearer secret"}, timeout=60) as client:
+            assert client.post("/v1/completions", json=body).status_code == 200
+            assert client.post("/v1/completions", content=b" " * 1001).status_code == 413
+            assert client.post("/v1/completions", json={**body, "prompt": ["a"] * 4}).status_code == 400
+            held = asyncio.run_coroutine_threadsafe(server.asynchronous.pause("admit"), server.loop)
+            held.result(60)
+
+            async def crowd():
+                async with httpx.AsyncClient(base_url=server.url, headers=client.headers, timeout=60) as many:
+                    tasks = [asyncio.ensure_future(many.post("/v1/completions", json=body)) for _ in range(6)]
+                    while sum(task.done() for task in tasks) < 4:  # two may wait
+                        await asyncio.sleep(0.01)
+                    asyncio.run_coroutine_threadsafe(server.asynchronous.resume(), server.loop)
+                    return [task.result() for task in tasks if await task]
+
+            answers = asyncio.run(crowd())
+        assert sorted(each.status_code for each in answers) == [200, 200, 429, 429, 429, 429]
+        assert all(int(each.headers["retry-after"]) >= 1 for each in answers if each.status_code == 429)
+        assert len({each.json()["choices"][0]["finish_reason"] for each in answers if each.status_code == 200}) == 1
+        assert pages_are_free(server)
+
+
+@pytest.mark.parametrize("clients", [20, pytest.param(200, marks=pytest.mark.slow)])
+def test_clients_that_go_away_leave_no_pages(served, clients):
+    draw = random.Random(3)
+    before = served.engine.stats()["generated_tokens"]
+
+    async def leave(number: int):
+        body = {"prompt": PROMPT, "max_tokens": 50, "ignore_eos": True, "stream": number % 2 == 0}
+        async with httpx.AsyncClient(base_url=served.url, timeout=60) as client:
+            try:
+                async with asyncio.timeout(draw.uniform(0.001, 0.3)):
+                    async with client.stream("POST", "/v1/completions", json=body) as answer:
+                        async for _ in answer.aiter_lines():
+                            pass
+            except TimeoutError:
+                return True
+        return False
+
+    async def stay():
+        async with httpx.AsyncClient(base_url=served.url, timeout=60) as client:
+            return (await client.post("/v1/completions", json={"prompt": PROMPT, "temperature": 0})).json()
+
+    async def all_of_them():
+        return await asyncio.gather(stay(), *(leave(number) for number in range(clients)))
+
+    kept, *left = asyncio.run(all_of_them())
+    assert kept["choices"][0]["text"] == "42\n" and any(left)
+    assert pages_are_free(served)
+    assert served.engine.stats()["generated_tokens"] - before < clients * 50
+
+
+@pytest.mark.parametrize("streams", [64, pytest.param(1000, marks=pytest.mark.slow)])
+def test_concurrent_streams_equal_those_alone(engine, streams):
+    requests = [
+        Request(prompt=f"{i % 90 + 5}+{i % 7}=", sampling=SamplingParams(max_tokens=8, seed=i)) for i in range(streams)
+    ]
+    wanted = [output.completions[0].text for output in engine.generate(requests)]
+    first: list[float] = []
+
+    async def one(client: httpx.AsyncClient, number: int) -> str:
+        body = {"prompt": requests[number].prompt, "max_tokens": 8, "seed": number, "stream": True}
+        text, begin = "", time.monotonic()
+        async with client.stream("POST", "/v1/completions", json=body) as answer:
+            assert answer.status_code == 200
+            async for line in answer.aiter_lines():
+                if line.startswith("data: {"):
+                    first.append(time.monotonic() - begin) if not text else None
+                    text += json.loads(line[6:])["choices"][0]["text"]
+        assert line == "" or line == "data: [DONE]"
+        return text
+
+    async def all_of_them(url: str):
+        limits = httpx.Limits(max_connections=streams)
+        async with httpx.AsyncClient(base_url=url, timeout=300, limits=limits) as client:
+            return await asyncio.gather(*(one(client, number) for number in range(streams)))
+
+    with running(engine, max_waiting=streams) as server:
+        got = asyncio.run(all_of_them(server.url))
+        assert got == wanted and pages_are_free(server)
+    print(f"time to first token, p99: {sorted(first)[math.ceil(0.99 * len(first)) - 1]:.3f} s of {streams} streams")

@@ -1,0 +1,60 @@
+"""The command of docs/serving.md, as a process: it serves, drains on SIGTERM, and refuses what it must."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import httpx
+import pytest
+
+from levanter_infer.serve.config import ServeConfig
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCUMENT = (ROOT / "docs/serving.md").read_text()
+
+
+def documented_command() -> list[str]:
+    (line,) = re.findall(r"^levanter-infer (serve .*)$", DOCUMENT, flags=re.MULTILINE)
+    return [sys.executable, "-m", "levanter_infer", *line.split()]
+
+
+def test_documented_command_serves_and_drains():
+    command = documented_command()
+    command[command.index("--port") + 1] = "0"
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, env=environment) as process:
+        try:
+            assert process.stderr is not None
+            url = next(found[1] for line in process.stderr if (found := re.match(r"serving +(http\S+)", line)))
+            body = {"prompt": "17+25=", "max_tokens": 200, "ignore_eos": True, "stream": True}
+            lines: list[str] = []
+            with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as answer:
+                for line in answer.iter_lines():
+                    if line and not lines:
+                        process.send_signal(signal.SIGTERM)  # with its first tokens under way
+                    lines += [line] if line else []
+            assert lines[-1] == "data: [DONE]" and '"finish_reason": "length"' in lines[-2]
+            threading.Thread(target=process.stderr.read, daemon=True).start()
+            assert process.wait(60) == 0
+            with pytest.raises(httpx.ConnectError):
+                httpx.get(f"{url}/health")
+        finally:
+            process.kill()
+
+
+def test_other_addresses_need_a_key(monkeypatch, tmp_path):
+    monkeypatch.delenv("LEVANTER_INFER_API_KEY", raising=False)
+    assert ServeConfig().api_key() is None and ServeConfig(host="::1").api_key() is None
+    for host in ("0.0.0.0", "::", "10.0.0.1", "example.org", ""):
+        with pytest.raises(ValueError, match="API key"):
+            ServeConfig(host=host).api_key()
+    file = tmp_path / "key"
+    file.write_text("secret\n")
+    assert ServeConfig(host="0.0.0.0", api_key_file=str(file)).api_key() == "secret"
+    file.write_text("\n")
+    with pytest.raises(ValueError, match="empty"):
+        ServeConfig(api_key_file=str(file)).api_key()
