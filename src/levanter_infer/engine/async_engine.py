@@ -8,7 +8,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 import numpy as np
@@ -169,7 +169,7 @@ class AsyncEngine:
         finally:
             self._leave(live)
 
-    async def stream(self, prompt, sampling=None, *, timeout: float | None = None) -> AsyncIterator[Update]:
+    async def stream(self, prompt, sampling=None, *, timeout: float | None = None) -> AsyncGenerator[Update]:
         """Updates of one prompt as rounds are read; arguments and errors as of `generate`.
 
         The request is submitted with the first `anext`. Closing the iterator, or cancelling its task, aborts it.

@@ -6,7 +6,7 @@ import hmac
 import math
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
 from starlette.applications import Starlette
@@ -144,7 +144,7 @@ class Service:
             return JSONResponse(error_body(output.error, "invalid_request_error"), 400)
         return _EventStream(updates, self._events(call, name, created, first, updates))
 
-    async def _events(self, call: Call, name: str, created: int, first, updates) -> AsyncIterator[str]:
+    async def _events(self, call: Call, name: str, created: int, first, updates) -> AsyncGenerator[str]:
         events = Events(self._answers, call, name, created, self._names[0])
         outputs: dict[int, RequestOutput] = {}
         yield events.first()
@@ -163,7 +163,7 @@ class Service:
         yield events.last([outputs[prompt] for prompt in sorted(outputs)])
 
 
-async def _merged(engine: AsyncEngine, call: Call) -> AsyncIterator[tuple[int, Update]]:
+async def _merged(engine: AsyncEngine, call: Call) -> AsyncGenerator[tuple[int, Update]]:
     """(number of the request, update) of all requests of a call, as they come."""
     arrived: asyncio.Queue[tuple[int, Update | Exception | None]] = asyncio.Queue(len(call.requests))
 
@@ -234,7 +234,7 @@ async def _unless_left(request: Request, work: Coroutine[Any, Any, T]) -> T:
 class _EventStream(Response):
     """Server-sent events until they end or the client goes away; either way `updates` is closed."""
 
-    def __init__(self, updates, events: AsyncIterator[str]):
+    def __init__(self, updates, events: AsyncGenerator[str]):
         super().__init__(media_type="text/event-stream", headers={"Cache-Control": "no-store"})
         self._updates, self._events = updates, events
 
@@ -254,7 +254,7 @@ class _EventStream(Response):
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            await self._events.aclose()  # type: ignore[attr-defined]
+            await self._events.aclose()
             await self._updates.aclose()
 
 
