@@ -9,6 +9,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from levanter_infer.checkpoints.load import load_model as load_model
     from levanter_infer.decode.generate import GenerateOutput as GenerateOutput
+    from levanter_infer.engine.async_engine import AsyncEngine as AsyncEngine
+    from levanter_infer.engine.async_engine import QueueFull as QueueFull
+    from levanter_infer.engine.async_engine import Update as Update
     from levanter_infer.engine.config import EngineConfig as EngineConfig
     from levanter_infer.engine.engine import InferenceEngine as InferenceEngine
     from levanter_infer.engine.params import SamplingParams as SamplingParams
@@ -23,6 +26,9 @@ if TYPE_CHECKING:
 _WHERE = {
     "from_levanter": "models.live",
     "load_model": "checkpoints.load",
+    "AsyncEngine": "engine.async_engine",
+    "QueueFull": "engine.async_engine",
+    "Update": "engine.async_engine",
     "EngineConfig": "engine.config",
     "InferenceEngine": "engine.engine",
     "SamplingParams": "engine.params",

@@ -4,16 +4,15 @@
 takes the scheduler's admissions to the runner, and the outputs back.
 """
 
+import contextlib
 import logging
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 from jax.sharding import Mesh
 
-from levanter_infer.checkpoints.load import StoredModel, open_model
-from levanter_infer.checkpoints.source import resolve_source
+from levanter_infer.checkpoints.load import StoredModel
 from levanter_infer.decode.programs import Programs
 from levanter_infer.decode.shapes import Shapes
 from levanter_infer.decode.state import GenState
@@ -46,10 +45,10 @@ from levanter_infer.engine.sleep import awake, check_nothing_to_compile, fall_as
 from levanter_infer.engine.stats import Stats
 from levanter_infer.engine.turns import Turns, exclusive, waits_for_turn
 from levanter_infer.engine.weight_updates import (
-    check_same_types,
     check_weights_are_there,
     checked_policy,
     checked_version,
+    new_weights,
     update_roots,
 )
 from levanter_infer.models.live import from_levanter
@@ -235,6 +234,52 @@ class InferenceEngine:
         Raises: ValueError if `prompts` or `sampling` as a whole is of another form; TypeError for an unknown name, with
             the nearest known one. Nothing has run then.
         """
+        made = self._states(prompts, sampling)
+        with sampling_progress(progress, on_update) as update:
+            self._serve([each for each in made if isinstance(each, RequestState)], update)
+        return [each.output() if isinstance(each, RequestState) else each for each in made]
+
+    @names_are_checked
+    @awake
+    def as_completed(self, prompts, sampling=None) -> Iterator[RequestOutput]:
+        """Sample continuations of all prompts, as `generate` does, and yield each output as its request ends.
+
+        Refused requests come first, with `error`. An output names its prompt by `id`: that of its `Request`, or the
+        prompt's position in the list as a string. The engine belongs to the iterating thread from the first `next` to
+        the end of the iterator; closing it cancels the other requests and frees their pages. That thread closes it, and
+        may call the engine in between.
+
+        Args:
+            prompts, sampling: as of `generate`.
+        Raises: as `generate`, with the first `next`.
+        """
+        with self._turns.taken("as_completed", self._is_in_progress, waits=True):
+            made = self._states(prompts, sampling)
+            yield from (each for each in made if isinstance(each, RequestOutput))
+            pending = [each for each in made if isinstance(each, RequestState)]
+            if not pending:
+                return
+            self._prepare(pending)
+            try:
+                self._rounds.submit(pending)
+                while pending:
+                    self.step_round()
+                    ended = [request for request in pending if request.is_done]
+                    pending = [request for request in pending if not request.is_done] if ended else pending
+                    yield from (request.output() for request in ended)
+            except GeneratorExit:
+                for request in pending:
+                    self.cancel(request)
+                raise
+            except BaseException:
+                self.reset()
+                raise
+            finally:
+                if all(request.is_done for request in self._scheduler.requests()):
+                    self.drain()
+
+    def _states(self, prompts, sampling) -> list[RequestState | RequestOutput]:
+        """The request of each prompt, or the output that refuses it."""
         made: list[RequestState | RequestOutput] = []
         for i, request in enumerate(as_requests(prompts, sampling)):
             if isinstance(request, ValueError):
@@ -244,9 +289,7 @@ class InferenceEngine:
                 made.append(self._intake.request_state(request, str(i)))
             except ValueError as error:
                 made.append(refused(request, str(i), str(error)))
-        with sampling_progress(progress, on_update) as update:
-            self._serve([each for each in made if isinstance(each, RequestState)], update)
-        return [each.output() if isinstance(each, RequestState) else each for each in made]
+        return made
 
     @waits_for_turn
     @awake
@@ -401,6 +444,25 @@ class InferenceEngine:
                 "request was submitted to"
             )
 
+    def held(self, call: str) -> contextlib.AbstractContextManager[None]:
+        """Wait for the engine and keep it for this thread, until the context ends; `call` names it to other threads."""
+        return self._turns.taken(call, self._is_in_progress, waits=True)
+
+    @property
+    def admits(self) -> bool:
+        """Whether rounds give slots to requests that wait."""
+        return self._scheduler.admits
+
+    @exclusive
+    def set_admits(self, admits: bool) -> None:
+        """Let requests that wait enter the coming rounds, or keep them waiting; `drain` needs the former."""
+        self._scheduler.admits = admits
+
+    @property
+    def has_active(self) -> bool:
+        """Whether any sample has a slot."""
+        return bool(self._scheduler.active)
+
     @property
     def is_stopping(self) -> bool:
         """Whether all processes of a mesh have agreed to stop, before the round that was launched last."""
@@ -512,8 +574,7 @@ class InferenceEngine:
             other failure the engine may have no weights, and says so, until another call succeeds.
         """
         version, wanted = checked_version(version, self.version), checked_policy(policy)
-        model = self._opened(model)
-        check_same_types(self.runner.types, model.types if isinstance(model, StoredModel) else model)
+        model = new_weights(self.runner.types, model)
         self._rounds.coordinator.on_input({"weights": np.asarray([version, list(WeightSwapPolicy).index(wanted)])})
         if wanted is WeightSwapPolicy.DRAIN and not self.is_asleep:
             check_weights_are_there(self.runner, self._scheduler.active)
@@ -527,13 +588,6 @@ class InferenceEngine:
         self._stats.registry.add("weight_swaps", 1)
         self._stats.registry.set("weights_version", version)
 
-    def _opened(self, model):
-        """A model, or the `StoredModel` of a checkpoint. Raises: ValueError as `load_model` and `from_levanter`."""
-        if isinstance(model, str | Path):
-            types = self.runner.types
-            return open_model(resolve_source(model), dtype=str(np.dtype(types.dtype)))
-        return model if isinstance(model, StoredModel) else from_levanter(model)
-
     # Sleep
 
     @property
@@ -545,10 +599,10 @@ class InferenceEngine:
     def sleep(self, *, drop_weights: bool = False) -> None:
         """Give up the memory of the pool, for instance for a training step on the same devices, until `wake`.
 
-        The round in flight is read first. Sequences in progress keep their tokens and compute their keys and values
-        again after `wake`; requests that wait go on waiting; no prefix is found any more. Until `wake`, calls that
-        need the pool raise RuntimeError; `submit`, `cancel`, `flush`, `swap_weights`, `stats` and `describe` do not. An engine
-        that sleeps already keeps sleeping, and may drop its weights now.
+        The round in flight is read first. Sequences in progress keep their tokens and recompute keys and values after
+        `wake`; requests that wait go on waiting; no prefix is found any more. Until `wake`, calls that need the pool
+        raise RuntimeError; `submit`, `cancel`, `flush`, `swap_weights`, `stats` and `describe` do not. An engine that
+        sleeps already keeps sleeping, and may drop its weights now.
 
         Args:
             drop_weights: give up the engine's weights too. Arrays that it shares with a training program stay there.

@@ -60,6 +60,8 @@ class SampleState:
         self, tokens: np.ndarray, logprobs: np.ndarray, processed: np.ndarray, top, versions: Sequence[int]
     ) -> None:
         """Append the tokens of one round, up to the token that completes a stop string: later ones are dropped."""
+        if self.request.grown is not None:
+            self.request.grown.add(self)
         count, wanted = self._extend_tokens(tokens.tolist()), self.request.params.logprobs
         self.logprobs += logprobs[:count].tolist()
         self.processed_logprobs += processed[:count].tolist()
@@ -121,6 +123,11 @@ class SampleState:
         for name in (*_RESULTS, "finish_reason", "stop_reason", "decoder", "matcher", "text"):
             setattr(self, name, getattr(ancestor, name))
 
+    @property
+    def number(self) -> int:
+        """The sample index in its random numbers."""
+        return self.request.first_sample + self.index
+
     def completion(self) -> Completion:
         """The public result. Requires: the sample has finished."""
         assert self.finish_reason is not None
@@ -173,6 +180,7 @@ class RequestState:
     max_len: int
     """Tokens, prompt included, at which a sample ends."""
     cache_salt: str | None = None
+    first_sample: int = 0
     root: int = DEFAULT_ROOT
     """Root in the prefix table, for salt and version of the weights: requests of one root share pages."""
     priority: int = 0
@@ -188,6 +196,8 @@ class RequestState:
     """None until they have been read."""
     search_versions: list[int] = dataclasses.field(default_factory=list)
     """Version of the weights for each generated position of a beam search."""
+    grown: "set[SampleState] | None" = dataclasses.field(default=None, repr=False)
+    """Samples that got tokens add themselves here, so that a reader of many requests looks at no others."""
     scheduler: Any = dataclasses.field(default=None, repr=False)
     """The `Scheduler` that it was submitted to: its slots are of that engine."""
 

@@ -255,12 +255,12 @@ class RoundLoop:
         with self._all_or_nothing():
             known = self._read_in_flight()
             self.offload.recall()
-        self._scheduler.admits = False
+        admitted, self._scheduler.admits = self._scheduler.admits, False
         try:
             while self._scheduler.active:
                 known += self.step()
         finally:
-            self._scheduler.admits = True
+            self._scheduler.admits = admitted
             self._known = known + self._known
 
     def continue_from(self, request: RequestState, samples: list[SampleState], ancestors: list[int]) -> None:

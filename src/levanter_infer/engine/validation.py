@@ -72,6 +72,7 @@ def validate(request: Request, limits: RequestLimits) -> Request:
     validate_sampling(params, limits)
     _check_capacity(params, len(ids), limits)
     _check_salt(request.cache_salt)
+    _check_first_sample(request.first_sample)
     return dataclasses.replace(
         request,
         prompt_token_ids=ids,
@@ -85,6 +86,11 @@ def validate_id(given) -> None:
     """Raises: ValueError for an id that is not None and not a string of up to `MAX_ID_CHARS` characters."""
     if given is not None and (not isinstance(given, str) or len(given) > MAX_ID_CHARS):
         raise ValueError(f"id={brief(given)}: expected a string of up to {MAX_ID_CHARS} characters")
+
+
+def _check_first_sample(given) -> None:
+    if isinstance(given, bool) or not isinstance(given, int) or not 0 <= given <= MOST_SAMPLES_BEFORE:
+        raise ValueError(f"first_sample={brief(given)}: expected a whole number from 0 to {MOST_SAMPLES_BEFORE}")
 
 
 def sampling_of(request: Request) -> SamplingParams:
