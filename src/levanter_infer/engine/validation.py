@@ -18,6 +18,9 @@ _MAX_SALT = 256
 """Characters of a request's `cache_salt`, at most."""
 _MAX_SECONDS = 1e9
 
+_MOST_BEFORE = 2**30
+"""Largest `Request.first_sample`; with the samples of a request, indices stay below 2^31."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RequestLimits:
@@ -89,8 +92,8 @@ def validate_id(given) -> None:
 
 
 def _check_first_sample(given) -> None:
-    if isinstance(given, bool) or not isinstance(given, int) or not 0 <= given <= MOST_SAMPLES_BEFORE:
-        raise ValueError(f"first_sample={brief(given)}: expected a whole number from 0 to {MOST_SAMPLES_BEFORE}")
+    if isinstance(given, bool) or not isinstance(given, int) or not 0 <= given <= _MOST_BEFORE:
+        raise ValueError(f"first_sample={brief(given)}: expected a whole number from 0 to {_MOST_BEFORE}")
 
 
 def sampling_of(request: Request) -> SamplingParams:
