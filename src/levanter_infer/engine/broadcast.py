@@ -1,0 +1,35 @@
+"""Weights from another process: every process of `jax.distributed` calls, and one of them has the weights."""
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from levanter_infer.checkpoints.load import StoredModel
+from levanter_infer.models.live import from_levanter
+
+
+def send_weights(model) -> None:
+    """Broadcast a model to the processes that swap to `received_weights`, a parameter at a time.
+
+    Every process of `jax.distributed` must take part at the same time, one with this call, and only one; it waits for
+    the others. Args: model: as `InferenceEngine` takes it; its arrays belong to this process alone.
+    """
+    for leaf in jax.tree.leaves(from_levanter(model)):
+        multihost_utils.broadcast_one_to_all(np.asarray(leaf), is_source=True)
+
+
+def received_weights(engine) -> StoredModel:
+    """What another process broadcasts, for `engine.swap_weights`: received when the engine has given up its old
+    weights, so that beside the new ones there is one parameter more.
+
+    Requires: the sender's model has the sizes and dtypes of the engine's, and form (both from a checkpoint, or live).
+    """
+    types = engine.runner.types
+
+    def read(layout=None):
+        def receive(leaf) -> jax.Array:
+            return jax.numpy.asarray(multihost_utils.broadcast_one_to_all(np.zeros(leaf.shape, leaf.dtype)))
+
+        return jax.tree.map(receive, types)
+
+    return StoredModel(types, read)
