@@ -1,4 +1,4 @@
-"""A trainer and an engine in two processes, JSON. `python -m tests.broadcast_runs INDEX PORT SWAPS`; 0 is the trainer."""
+"""A trainer (0) and an engine (1), JSON. `python -m tests.broadcast_runs INDEX PORT SWAPS`, once for each."""
 
 import json
 import sys
@@ -11,19 +11,19 @@ def main(index: int, port: str, swaps: int) -> None:
     from tests.tiny_models import tiny_model
 
     config = MultihostConfig(f"127.0.0.1:{port}", 2, index, layout="per_host", heartbeat_s=60)
-    with joined(config):
+    with joined(config) as hosts:
         models = [tiny_model(seed) for seed in range(3)]
         if index == 0:
             from levanter_infer.engine.broadcast import send_weights
 
             for i in range(swaps):
-                send_weights(models[i % 3])
+                send_weights(models[i % 3], hosts)
             print(json.dumps({}))
         else:
-            print(json.dumps(serve(jax, models, swaps)))
+            print(json.dumps(serve(jax, models, swaps, hosts)))
 
 
-def serve(jax, models, swaps: int) -> dict:
+def serve(jax, models, swaps: int, hosts) -> dict:
     from levanter_infer.engine.broadcast import received_weights
     from levanter_infer.engine.config import EngineConfig
     from levanter_infer.engine.engine import InferenceEngine
@@ -45,7 +45,7 @@ def serve(jax, models, swaps: int) -> dict:
     jax.monitoring.register_event_duration_secs_listener(note)
     wrong, counts, live, resident = 0, [], [], []
     for i in range(swaps):
-        engine.swap_weights(received_weights(engine))
+        engine.swap_weights(received_weights(engine, hosts))
         found = engine.generate(asked)[0].completions[0]
         wrong += found.token_ids != expected[i % 3] or set(found.token_versions.tolist()) != {i + 1}
         counts.append(len(compiled))
