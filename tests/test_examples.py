@@ -2,6 +2,10 @@
 
 import asyncio
 import dataclasses
+import re
+import subprocess
+import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -88,3 +92,14 @@ def test_importance_weights_are_those_of_the_policy_that_sampled_and_are_truncat
     capped, far = policy_after(now - np.log(2.0)), policy_after(now - 5.0)
     for one, other in zip(capped, far, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.slow
+def test_the_commands_of_the_page_about_reinforcement_learning_run():
+    root = Path(__file__).resolve().parents[1]
+    commands = re.findall(r"`python -m (scripts\.[\w.]+)`", (root / "docs" / "rl.md").read_text())
+    assert commands
+    for module in commands:
+        command = [sys.executable, "-m", module, "--steps", "3", "--every", "2", "--goal", "0"]
+        done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0 and "step    2" in done.stdout, done.stderr[-2000:]
