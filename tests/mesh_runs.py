@@ -529,6 +529,48 @@ KINDS: dict[str, Callable[[Place], dict]] = {
 }
 
 
+def slept(place: Place) -> dict:
+    """Tokens of an engine that sleeps while they are sampled, and then gets weights that are on other devices."""
+    from tests.tiny_models import tiny_model, uncached_greedy
+
+    engine = InferenceEngine(tiny_model(), config=EngineConfig(**SIZES), **place)
+    engine.warmup(weight_updates=True)
+    prompts = ([1, *range(10)], [2, *range(10), 5], [3, 4], [9] * 9, [7] * 4)
+    asked = [Request(prompt_token_ids=ids, sampling=SamplingParams(max_tokens=12, seed=4)) for ids in prompts]
+    expected = [output.completions[0].token_ids for output in engine.generate(asked)]
+    shardings = [str(leaf.sharding) for leaf in jax.tree.leaves((engine.model, engine.state))]
+    groups = [engine.submit(each) for each in asked]
+    for _ in range(8):
+        engine.step_round(max_steps=1)
+    pool = engine.state.cache.pools[0]
+    engine.sleep()
+    freed = all(leaf.is_deleted() for leaf in jax.tree.leaves(pool))
+    engine.wake()
+    while not all(group.is_done for group in groups):
+        engine.step_round()
+    engine.drain()
+    mesh = Mesh(np.array(jax.local_devices()[-2:]), ("trainer",))
+    spec = NamedSharding(mesh, PartitionSpec())
+    trained = jax.device_put(tiny_model(1), spec)
+    halves = NamedSharding(mesh, PartitionSpec(None, "trainer"))
+    trained = jax.tree.map(
+        lambda leaf: jax.device_put(leaf, halves) if leaf.ndim > 1 and leaf.shape[1] % 2 == 0 else leaf, trained
+    )
+    engine.swap_weights(trained if place["hosts"] is None else tiny_model(1))
+    greedy = Request(prompt_token_ids=[1, 2, 3], sampling=SamplingParams(max_tokens=6, temperature=0.0))
+    return {
+        "expected": expected,
+        "tokens": [group.sequences[0].token_ids for group in groups],
+        "swapped": engine.generate(greedy)[0].completions[0].token_ids,
+        "swapped_expected": uncached_greedy(tiny_model(1), [1, 2, 3], 6),
+        "freed": freed,
+        "moved": shardings != [str(leaf.sharding) for leaf in jax.tree.leaves((engine.model, engine.state))],
+        "programs": engine.stats()["programs"],
+        "free": [engine.stats()["pages_free"], engine.stats()["pages_total"]],
+    }
+
+
+KINDS["slept"] = slept
 KINDS |= {f"ring{kind}": on_ring(kind) for kind in ("some", "heads", "tied", "biases", "experts")}
 
 

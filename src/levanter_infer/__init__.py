@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from levanter_infer.engine.async_engine import QueueFull as QueueFull
     from levanter_infer.engine.async_engine import Update as Update
     from levanter_infer.engine.config import EngineConfig as EngineConfig
+    from levanter_infer.engine.continuation import continuation as continuation
+    from levanter_infer.engine.continuation import joined as joined
     from levanter_infer.engine.engine import InferenceEngine as InferenceEngine
     from levanter_infer.engine.params import SamplingParams as SamplingParams
     from levanter_infer.engine.pure import generate as generate
@@ -30,6 +32,8 @@ _WHERE = {
     "QueueFull": "engine.async_engine",
     "Update": "engine.async_engine",
     "EngineConfig": "engine.config",
+    "continuation": "engine.continuation",
+    "joined": "engine.continuation",
     "InferenceEngine": "engine.engine",
     "SamplingParams": "engine.params",
     "GenerateOutput": "decode.generate",

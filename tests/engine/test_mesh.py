@@ -183,6 +183,18 @@ def test_weights_that_change_give_each_token_its_version(case):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("case", ["slept_data2_model2", "slept_model4"])
+def test_an_engine_on_a_mesh_sleeps_and_takes_weights_from_another_mesh(case):
+    check_slept(runs(case)[case])
+
+
+def check_slept(found: dict) -> None:
+    assert found["tokens"] == found["expected"] and found["swapped"] == found["swapped_expected"]
+    assert found["freed"] and not found["moved"] and set(found["programs"].values()) == {1}
+    assert found["free"][0] == found["free"][1]
+
+
+@pytest.mark.slow
 def test_prompts_are_scored_searches_made_and_samples_forked_on_every_shard():
     found = runs("studied_one", "studied_data2", "studied_data2_model2")
     for case in ("studied_data2", "studied_data2_model2"):

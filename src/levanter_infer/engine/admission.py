@@ -72,7 +72,7 @@ class HostAdmission:
         for name, value in values.items():
             self._pieces[name][rank, piece] = value
         self._sampling.set(
-            (rank, piece), request.params, seed=request.seed, sample_index=sample.index, eos_token_ids=eos_token_ids
+            (rank, piece), request.params, seed=request.seed, sample_index=sample.number, eos_token_ids=eos_token_ids
         )
         if request.params.num_beams > 1:
             self._add_beam(rank, piece, sample)

@@ -41,13 +41,14 @@ from levanter_infer.engine.runner import Runner
 from levanter_infer.engine.scheduler import Scheduler
 from levanter_infer.engine.scoring import SCORE_ONLY, score_shapes
 from levanter_infer.engine.sizes import beams_for, kv_dtype
+from levanter_infer.engine.sleep import awake, check_nothing_to_compile, fall_asleep
 from levanter_infer.engine.stats import Stats
 from levanter_infer.engine.turns import Turns, exclusive, waits_for_turn
 from levanter_infer.engine.weight_updates import (
-    check_same_types,
     check_weights_are_there,
     checked_policy,
     checked_version,
+    new_weights,
     update_roots,
 )
 from levanter_infer.models.live import from_levanter
@@ -208,6 +209,7 @@ class InferenceEngine:
 
     @names_are_checked
     @waits_for_turn
+    @awake
     def generate(
         self,
         prompts,
@@ -238,6 +240,7 @@ class InferenceEngine:
         return [each.output() if isinstance(each, RequestState) else each for each in made]
 
     @names_are_checked
+    @awake
     def as_completed(self, prompts, sampling=None) -> Iterator[RequestOutput]:
         """Sample continuations of all prompts, as `generate` does, and yield each output as its request ends.
 
@@ -289,6 +292,7 @@ class InferenceEngine:
         return made
 
     @waits_for_turn
+    @awake
     def score(self, sequences: Sequence[Sequence[int]]) -> list[np.ndarray]:
         """Log probability under the model of each token of the sequences, given those before it in its sequence.
 
@@ -324,7 +328,8 @@ class InferenceEngine:
 
     def _prepare(self, requests: Sequence[RequestState]) -> None:
         """Compile what these need and has not been compiled yet: never for a request that was refused."""
-        self.runner.check_weights()
+        if not self.is_asleep:
+            self.runner.check_weights()
         changes: dict[str, Any] = {}
         if self.shapes.scoring is None and any(request.wants_scores for request in requests):
             changes["scoring"] = score_shapes(self.config, self.model)
@@ -333,6 +338,9 @@ class InferenceEngine:
         max_beams = beams_for((request.params for request in requests), self.shapes)
         if max_beams != self.shapes.max_beams:
             changes["max_beams"] = max_beams
+        if self.is_asleep:
+            check_nothing_to_compile(self.runner, changes)
+            return
         if changes:
             self.runner.extend(**changes)
             self._scheduler.shapes = self.shapes
@@ -352,6 +360,7 @@ class InferenceEngine:
         self.drain()
 
     @exclusive
+    @awake
     def step_round(self, *, max_steps: int | None = None) -> list[SampleState]:
         """Launch the next round and read the one before; returns the sequences whose result became known.
 
@@ -372,6 +381,7 @@ class InferenceEngine:
         return self._rounds.flush()
 
     @exclusive
+    @awake
     def wait_for_launch_window(self) -> None:
         """Wait until the round in flight has ended or is about to; returns at once if there is none.
 
@@ -382,6 +392,7 @@ class InferenceEngine:
         self._rounds.wait_for_launch_window()
 
     @waits_for_turn
+    @awake
     def drain(self) -> None:
         """Run until the device is idle: every page is free afterwards.
 
@@ -394,7 +405,9 @@ class InferenceEngine:
     def submit(self, prompt, sampling: SamplingParams | None = None) -> RequestState:
         """Queue a `Request`, or another prompt as for `generate`, for the coming rounds.
 
-        Raises: ValueError if it cannot be served.
+        While the engine sleeps, requests are taken and wait.
+        Raises: ValueError if it cannot be served; RuntimeError if programs have to be compiled for it, and the engine
+            sleeps.
         """
         request = self._intake.request_state(as_request(prompt, sampling), str(self._submissions))
         self._submissions += 1
@@ -456,14 +469,22 @@ class InferenceEngine:
         return self._rounds.coordinator.stopping
 
     @waits_for_turn
-    def warmup(self) -> None:
-        """Compile all programs now rather than with the first request; later calls do nothing."""
+    @awake
+    def warmup(self, *, weight_updates: bool = False) -> None:
+        """Compile all programs now rather than with the first request; later calls do nothing.
+
+        Args:
+            weight_updates: also what `swap_weights`, and `sleep` while sequences are running, need.
+        """
+        if weight_updates:
+            self.runner.compile_weight_update()
         if self.runner.warmup():
             self._stats.registry.set("compile_s", self.runner.compile_s)
 
     # Samples that go on from one another
 
     @exclusive
+    @awake
     def resample(self, request: RequestState, ancestors: Sequence[int]) -> None:
         """Let sample i of a submitted request go on from where sample `ancestors[i]` stands, for all i at once.
 
@@ -480,6 +501,7 @@ class InferenceEngine:
         self._rounds.continue_from(request, request.sequences, checked_ancestors(request, ancestors))
 
     @exclusive
+    @awake
     def fork(self, request: RequestState, index: int, count: int = 1) -> list[SampleState]:
         """Let sample `index` of a submitted request go on as itself and as `count` further samples, which join the
         request, each in a slot of its own. Otherwise like `resample`.
@@ -495,6 +517,7 @@ class InferenceEngine:
     # Host memory
 
     @exclusive
+    @awake
     def spill_to_host(self, sequence: SampleState) -> int:
         """Swap the pages of a submitted sequence out to host memory. It goes on after `prefetch`, or in `drain`.
 
@@ -513,6 +536,7 @@ class InferenceEngine:
         return self._rounds.offload.swap_out(sequence)
 
     @exclusive
+    @awake
     def prefetch(self, sequence: SampleState) -> None:
         """Bring the pages of an offloaded sequence back, so that it goes on.
 
@@ -536,23 +560,23 @@ class InferenceEngine:
 
         Args:
             model: as for `InferenceEngine`, with the same sizes and dtype. Arrays on other devices, or with
-                another sharding, are moved to the sharding of the old ones.
+                another sharding, are moved to the sharding of the old ones. Or a checkpoint, as `load_model` takes
+                it: its headers are checked first, and its tensors are cast to the dtype of the engine.
             version: names these weights, from 0 to 2^31 - 1; the next number by default. Pages are found only by
                 requests of the version that computed them: a caller that returns to an earlier number gives the same
                 weights again, and finds the pages that are left of it.
             policy: what becomes of the sequences that are on the device. `drain`: they end first, with the old weights;
                 requests that wait begin with the new ones. `keep_kv`: they go on at once from the keys and values that
                 the old weights have computed, and share no pages with others from then on. `recompute`: they keep
-                their tokens and recompute keys and values.
+                their tokens and recompute keys and values, as they all do if the engine sleeps.
             donate: the engine may delete the model's arrays as it lays out its own.
         Raises: ValueError if the model is another one, or an argument is none; nothing has changed then. After any
             other failure the engine may have no weights, and says so, until another call succeeds.
         """
         version, wanted = checked_version(version, self.version), checked_policy(policy)
-        model = from_levanter(model)
-        check_same_types(self.runner.types, model)
+        model = new_weights(self.runner.types, model)
         self._rounds.coordinator.on_input({"weights": np.asarray([version, list(WeightSwapPolicy).index(wanted)])})
-        if wanted is WeightSwapPolicy.DRAIN:
+        if wanted is WeightSwapPolicy.DRAIN and not self.is_asleep:
             check_weights_are_there(self.runner, self._scheduler.active)
             self._rounds.drain_active()
         self._rounds.pause()
@@ -564,9 +588,47 @@ class InferenceEngine:
         self._stats.registry.add("weight_swaps", 1)
         self._stats.registry.set("weights_version", version)
 
+    # Sleep
+
+    @property
+    def is_asleep(self) -> bool:
+        """Whether the engine sleeps."""
+        return self.runner.is_asleep
+
+    @exclusive
+    def sleep(self, *, drop_weights: bool = False) -> None:
+        """Give up the memory of the pool, for instance for a training step on the same devices, until `wake`.
+
+        The round in flight is read first. Sequences in progress keep their tokens and recompute keys and values after
+        `wake`; requests that wait go on waiting; no prefix is found any more. Until `wake`, calls that need the pool
+        raise RuntimeError; `submit`, `cancel`, `flush`, `swap_weights`, `stats` and `describe` do not. An engine that
+        sleeps already keeps sleeping, and may drop its weights now.
+
+        Args:
+            drop_weights: give up the engine's weights too. Arrays that it shares with a training program stay there.
+                `swap_weights` brings others, before or after `wake`.
+        """
+        self._rounds.coordinator.on_input({"sleep": np.asarray(drop_weights)})
+        if not self.is_asleep:
+            self._rounds.pause()
+            fall_asleep(self.runner, self._scheduler, self._rounds.offload, self._intake)
+        if drop_weights:
+            self.runner.drop_weights()
+
+    @exclusive
+    def wake(self) -> None:
+        """Make the pool again; nothing is compiled. An engine that is awake stays as it is.
+
+        If the memory does not suffice, the engine goes on sleeping, and `wake` may be called again.
+        """
+        if self.is_asleep:
+            self._rounds.coordinator.on_input({"wake": np.asarray(1)})
+            self.runner.wake()
+
     # State
 
     @exclusive
+    @awake
     def reset(self) -> None:
         """Forget all sequences; those in progress end with reason "abort".
 
@@ -577,6 +639,7 @@ class InferenceEngine:
         self._intake.forget_roots()  # nothing is stored for any of them
 
     @exclusive
+    @awake
     def zero_cache(self) -> None:
         """Overwrite every stored key and value with zeros. Requires: no request in progress."""
         if self._scheduler.has_work:
@@ -597,6 +660,7 @@ class InferenceEngine:
         return self.metrics().as_dict("round")
 
     @exclusive
+    @awake
     def memory(self) -> dict[str, Any]:
         """Memory by owner, after the rounds launched so far; waits for them. Also enters it into `metrics`.
 

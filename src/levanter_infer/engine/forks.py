@@ -64,7 +64,7 @@ def continue_from(
         slot = sequence.slot
         assert slot is not None and ancestor.slot is not None
         mask[slot] = True
-        source[slot], sample_index[slot], arrival[slot] = ancestor.slot, sequence.index, sequence.arrival
+        source[slot], sample_index[slot], arrival[slot] = ancestor.slot, sequence.number, sequence.arrival
     return (mask, source, sample_index, arrival) if mask.any() else None
 
 

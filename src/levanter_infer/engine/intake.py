@@ -63,6 +63,7 @@ class Intake:
             cache_salt=request.cache_salt,
             priority=request.priority,
             timeout_s=request.timeout_s,
+            first_sample=request.first_sample,
         )
         state.root = self.root(state)
         for index in range(params.num_sequences):

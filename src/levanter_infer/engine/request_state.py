@@ -123,6 +123,11 @@ class SampleState:
         for name in (*_RESULTS, "finish_reason", "stop_reason", "decoder", "matcher", "text"):
             setattr(self, name, getattr(ancestor, name))
 
+    @property
+    def number(self) -> int:
+        """The sample index in its random numbers."""
+        return self.request.first_sample + self.index
+
     def completion(self) -> Completion:
         """The public result. Requires: the sample has finished."""
         assert self.finish_reason is not None
@@ -175,6 +180,7 @@ class RequestState:
     max_len: int
     """Tokens, prompt included, at which a sample ends."""
     cache_salt: str | None = None
+    first_sample: int = 0
     root: int = DEFAULT_ROOT
     """Root in the prefix table, for salt and version of the weights: requests of one root share pages."""
     priority: int = 0

@@ -88,7 +88,7 @@ class Runner:
         attention = backend.attention_spec(self.shapes, score_mod, mask_mod)
         self.programs = programs_for(config, types, backend, self.shapes, attention, fingerprints=hosts is not None)
         self._enter_nothing(backend.put(empty_admission(self.shapes, self.num_ranks)))
-        self.compile_s, self._is_warm = 0.0, False
+        self.compile_s, self.is_warm = 0.0, False
         if stored is not None:
             self._compile_ahead(types)
             with stage("reading weights"):
@@ -102,6 +102,10 @@ class Runner:
             with stage("waiting for the other processes to trace their programs"):
                 agree(hosts, "programs", self.programs.fingerprints())
         self.state: GenState = self.programs.init()
+        self._no_cache: Any = None
+        """Types in place of the arrays of the pool, while it is given up."""
+        self._is_dropped = False
+        """Whether `sleep` was the last to give up the weights."""
 
     def _agreed(self, shapes: Shapes, arch: DecoderConfig) -> Shapes:
         """The smallest pool of all processes, and the same sizes in all others."""
@@ -167,10 +171,18 @@ class Runner:
 
     # Programs
 
+    def compile_weight_update(self) -> None:
+        """Compile what `on_weight_update` runs, unless that has been done."""
+        program, shape = self.programs.on_weight_update, (self.num_ranks, self.shapes.num_slots)
+        if not program.is_begun:
+            arrays = np.zeros(shape, np.int32), np.zeros(shape, bool), np.zeros(shape[:1], bool)
+            program.compile(self.state.decode, *self._put(arrays))
+        program.wait()
+
     @gc_disabled()
     def warmup(self) -> bool:
         """Compile all programs and run a round that admits nothing. Returns: False if that had been done before."""
-        if self._is_warm:
+        if self.is_warm:
             return False
         return_free_memory()  # of loading the model: compiling needs much
         start = time.perf_counter()
@@ -184,7 +196,7 @@ class Runner:
             except BaseException:
                 self.reset()  # an interrupt may have taken the state
                 raise
-        self._is_warm = True
+        self.is_warm = True
         self.compile_s += time.perf_counter() - start
         return_free_memory()
         return True
@@ -211,6 +223,35 @@ class Runner:
         self.compile_s += time.perf_counter() - start
 
     # State
+
+    @property
+    def is_asleep(self) -> bool:
+        """Whether the pool has been given up."""
+        return self.state.cache is self._no_cache
+
+    def sleep(self) -> None:
+        """Give up the pool; its memory goes back to the system.
+
+        Requires: no launch is in flight, and no sequence holds pages with contents.
+        """
+        cache = self.state.cache
+        self._no_cache = self.programs.state_types.cache
+        self.state = dataclasses.replace(self.state, cache=self._no_cache)
+        for leaf in jax.tree.leaves(cache):
+            leaf.delete()
+        return_free_memory()
+
+    def drop_weights(self) -> None:
+        """Give up the weights until `swap_weights`; the memory of the engine's own copies goes back to the system."""
+        self.model, self._is_dropped = None, True
+        return_free_memory()
+
+    def wake(self) -> None:
+        """Make the pool again, with a table in which no prefix is found: nothing of what it named is there."""
+        fresh = self.programs.init()
+        decode = dataclasses.replace(self.state.decode, prefix=fresh.decode.prefix, snapshots=fresh.decode.snapshots)
+        self.state = dataclasses.replace(self.state, decode=decode, cache=fresh.cache)
+        self._no_cache = None
 
     def reset(self) -> None:
         """Empty the tables; the pool is not written. If an interrupted launch has taken the state, make a new one."""
@@ -239,12 +280,12 @@ class Runner:
         return self.model is not None and not any(leaf.is_deleted() for leaf in jax.tree.leaves(self.model))
 
     def check_weights(self) -> None:
-        """Raises: RuntimeError if `swap_weights` has failed after it had given up the old weights."""
+        """Raises: RuntimeError if `sleep` has given up the weights, or `swap_weights` has failed after it had."""
         if self.model is None:
-            raise RuntimeError(
-                "the engine has no weights: the last swap_weights failed after it had given up the old ones; call "
-                "swap_weights again"
-            )
+            reason = "sleep(drop_weights=True) has given them up; call swap_weights"
+            if not self._is_dropped:
+                reason = "the last swap_weights failed after it had given up the old ones; call swap_weights again"
+            raise RuntimeError(f"the engine has no weights: {reason}")
 
     def on_weight_update(self, roots: np.ndarray, swapped: np.ndarray, *, recompute: bool) -> None:
         """Make the tables ready for other weights.
@@ -259,8 +300,12 @@ class Runner:
 
     def swap_weights(self, model, *, donate: bool = False) -> None:
         """Run with the weights of `model` from the next launch on. The old ones are given up before the new ones are
-        laid out, so there is never a third copy. Requires: `model` has the types of `self.types`."""
-        self.model = None  # its memory may be needed for the new one
+        laid out, so there is never a third copy. A `StoredModel` is read now, into the memory of the old ones.
+        Requires: `model` has the types of `self.types`."""
+        self.model, self._is_dropped = None, False  # its memory may be needed for the new one
+        if isinstance(model, StoredModel):
+            with stage("reading weights"):
+                model, donate = model.read(self.backend.layout), True
         self.model = jax.tree.map(_placed, self.backend.prepare(model, donate=donate), self._shardings)
 
     # Reads

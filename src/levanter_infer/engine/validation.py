@@ -18,6 +18,9 @@ _MAX_SALT = 256
 """Characters of a request's `cache_salt`, at most."""
 _MAX_SECONDS = 1e9
 
+_MOST_BEFORE = 2**30
+"""Largest `Request.first_sample`; with the samples of a request, indices stay below 2^31."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RequestLimits:
@@ -72,6 +75,7 @@ def validate(request: Request, limits: RequestLimits) -> Request:
     validate_sampling(params, limits)
     _check_capacity(params, len(ids), limits)
     _check_salt(request.cache_salt)
+    _check_first_sample(request.first_sample)
     return dataclasses.replace(
         request,
         prompt_token_ids=ids,
@@ -85,6 +89,11 @@ def validate_id(given) -> None:
     """Raises: ValueError for an id that is not None and not a string of up to `MAX_ID_CHARS` characters."""
     if given is not None and (not isinstance(given, str) or len(given) > MAX_ID_CHARS):
         raise ValueError(f"id={brief(given)}: expected a string of up to {MAX_ID_CHARS} characters")
+
+
+def _check_first_sample(given) -> None:
+    if isinstance(given, bool) or not isinstance(given, int) or not 0 <= given <= _MOST_BEFORE:
+        raise ValueError(f"first_sample={brief(given)}: expected a whole number from 0 to {_MOST_BEFORE}")
 
 
 def sampling_of(request: Request) -> SamplingParams:

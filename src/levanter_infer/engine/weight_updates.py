@@ -1,9 +1,13 @@
 """Weight updates, on the host: what is checked, and what requests need to know of other weights."""
 
+from pathlib import Path
+
 import jax
 import numpy as np
 from haliax import NamedArray
 
+from levanter_infer.checkpoints.load import StoredModel, open_model
+from levanter_infer.checkpoints.source import resolve_source
 from levanter_infer.engine.intake import Intake
 from levanter_infer.engine.kv_offload import KvOffload
 from levanter_infer.engine.params import brief
@@ -11,6 +15,8 @@ from levanter_infer.engine.request_state import SampleState
 from levanter_infer.engine.runner import Runner
 from levanter_infer.engine.scheduler import Scheduler
 from levanter_infer.models.blocks import differences
+from levanter_infer.models.live import from_levanter
+from levanter_infer.models.protocol import Model
 from levanter_infer.policies import WeightSwapPolicy
 
 
@@ -56,6 +62,21 @@ def update_roots(runner: Runner, scheduler: Scheduler, offload: KvOffload, intak
     swapped = np.zeros(roots.shape, bool)
     swapped[..., offload.swapped_slots()] = True  # with several ranks there are none
     runner.on_weight_update(roots, swapped, recompute=recompute)
+
+
+def new_weights(types, model) -> "Model | StoredModel":
+    """What `swap_weights` was given, as the runner takes it; checkpoints are opened, and nothing of them is read.
+
+    Raises: ValueError unless it has the configuration, shapes and dtypes of `types`; as `load_model`, `from_levanter`.
+    """
+    if isinstance(model, str | Path):
+        model = open_model(resolve_source(model), dtype=str(np.dtype(types.dtype)))
+    if isinstance(model, StoredModel):
+        check_same_types(types, model.types)
+        return model
+    model = from_levanter(model)
+    check_same_types(types, model)
+    return model
 
 
 def check_same_types(types, model) -> None:

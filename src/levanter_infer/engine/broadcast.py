@@ -1,0 +1,50 @@
+"""Weights from another process: every process of `jax.distributed` calls, and one of them has the weights."""
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from levanter_infer.checkpoints.load import StoredModel
+from levanter_infer.models.live import from_levanter
+from levanter_infer.runtime.hosts import Hosts, agree
+
+
+def send_weights(model, hosts: Hosts) -> None:
+    """Broadcast a model to the processes that swap to `received_weights`, a parameter at a time.
+
+    Every process of `jax.distributed` must take part at the same time, one with this call, and only one; it waits for
+    the others.
+
+    Args:
+        model: as `InferenceEngine` takes it; its arrays belong to this process alone.
+        hosts: all processes, of `runtime.multihost.joined`.
+    Raises: ValueError in all processes if the models differ in size, dtype or form.
+    """
+    model = from_levanter(model)
+    agree(hosts, "weights", _types(model))
+    for leaf in jax.tree.leaves(model):
+        multihost_utils.broadcast_one_to_all(np.asarray(leaf), is_source=True)
+
+
+def received_weights(engine, hosts: Hosts) -> StoredModel:
+    """What another process broadcasts, for `engine.swap_weights`: received when the engine has given up its old
+    weights, so that beside the new ones there is one parameter more.
+
+    Requires: the sender's model has the sizes and dtypes of the engine's, and form (both from a checkpoint, or live).
+    """
+    types = engine.runner.types
+
+    agree(hosts, "weights", _types(types))
+
+    def read(layout=None):
+        def receive(leaf) -> jax.Array:
+            return jax.numpy.asarray(multihost_utils.broadcast_one_to_all(np.zeros(leaf.shape, leaf.dtype)))
+
+        return jax.tree.map(receive, types)
+
+    return StoredModel(types, read)
+
+
+def _types(model) -> dict[str, str]:
+    leaves = jax.tree_util.tree_leaves_with_path(model)
+    return {jax.tree_util.keystr(path): f"{leaf.dtype}{[*leaf.shape]}" for path, leaf in leaves}
