@@ -34,7 +34,7 @@ class QueueFull(RuntimeError):
 
 @dataclasses.dataclass(frozen=True)
 class Update:
-    """What one sample of a request has got since its last update. Deltas that nobody has read yet are merged."""
+    """What one sample of a request has got since its last update. Deltas that have not been read yet are merged."""
 
     request_id: str
     index: int
@@ -113,7 +113,7 @@ class AsyncEngine:
     A request waits from its call until its first token.
 
     Args:
-        engine: the engine; nobody else calls it but through `call`.
+        engine: the engine; other callers reach it through `call` alone.
         max_waiting: requests that wait, at most.
     """
 
@@ -447,7 +447,7 @@ class AsyncEngine:
         for loop, letters in mail.items():
             try:
                 loop.call_soon_threadsafe(_deliver, letters)
-            except RuntimeError:  # the loop is closed, and nobody waits there
+            except RuntimeError:  # the loop is closed, and no reader waits there
                 logger.debug("%d updates for a closed event loop", len(letters))
 
     def _finish(self, error: BaseException | None) -> None:

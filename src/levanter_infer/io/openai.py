@@ -76,7 +76,7 @@ def body_row(
         kind: "prompt" or "messages", by the endpoint (`PROMPTS`).
         name: id of the row.
         model_names: names that `model` may have.
-        taker: who refuses parameters, for errors.
+        taker: what refuses parameters, for errors.
         own: sampling parameters by our names, and keys of rows, that the body may have besides OpenAI's.
     Raises: ValueError for what is unknown or not supported.
     """

@@ -46,7 +46,9 @@ def run(config: ServeRunConfig) -> int:
     try:
         import uvicorn
     except ModuleNotFoundError as e:
-        raise ValueError(f"serve needs {e.name}; install it with: pip install 'levanter-infer[serve]'") from e
+        raise ValueError(
+            f"serve needs {e.name}: install this package with its extra, in a checkout pip install '.[serve]'"
+        ) from e
     key = config.serve.api_key()
     listener = _listener(config)
     engine = make_engine(config, 0)
