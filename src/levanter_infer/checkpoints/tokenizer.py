@@ -241,7 +241,8 @@ class Tokenizer:
         template.warn_of_unread(chat_template_kwargs)
         return text
 
-    def _id_of(self, name: str) -> int | None:
+    def id_of(self, name: str) -> int | None:
+        """Token id of a named special token, such as "bos_token"; None if the model names none."""
         token = self._named_tokens.get(name)
         return self._tokenizer.token_to_id(token) if isinstance(token, str) else None
 
@@ -257,7 +258,7 @@ class Tokenizer:
             self._begin_with_bos()
         added = self.encode("")
         for key, name in (("add_bos_token", "bos_token"), ("add_eos_token", "eos_token")):
-            wanted, token = self._config.get(key), self._id_of(name)
+            wanted, token = self._config.get(key), self.id_of(name)
             if isinstance(wanted, bool) and token is not None and wanted != (token in added):
                 logger.warning(
                     "%s/tokenizer_config.json says %s=%s, but tokenizer.json %s; the latter is followed, as "
@@ -266,7 +267,7 @@ class Tokenizer:
                 )
 
     def _begin_with_bos(self) -> None:
-        bos, token = self._id_of("bos_token"), self._named_tokens.get("bos_token")
+        bos, token = self.id_of("bos_token"), self._named_tokens.get("bos_token")
         if token is None:
             return
         if bos is None:
@@ -294,7 +295,7 @@ class Tokenizer:
             if len(ids) > _MAX_EOS:
                 raise ValueError(f"{self._where}/{source}: {len(ids)} eos_token_id; expected at most {_MAX_EOS}")
             return tuple(dict.fromkeys(ids))
-        own = self._id_of("eos_token")
+        own = self.id_of("eos_token")
         return () if own is None else (own,)
 
 
