@@ -10,7 +10,6 @@ Sources: as of `grpo_sums.py`; truncated importance sampling, IMPALA (arXiv:1802
 engine, Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training".
 """
 
-import argparse
 import asyncio
 import dataclasses
 import sys
@@ -21,7 +20,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from scripts.examples.grpo_sums import DIGITS, Settings, TrainState, draw_prompts, init, logprobs_of, optimizer_for
+from scripts.examples.grpo_sums import (
+    DIGITS,
+    Settings,
+    TrainState,
+    draw_prompts,
+    init,
+    logprobs_of,
+    optimizer_for,
+    read_arguments,
+)
 
 from levanter_infer import AsyncEngine, EngineConfig, InferenceEngine, Request, SamplingParams
 
@@ -113,12 +121,7 @@ async def train(
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=600)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--every", type=int, default=50, help="steps between two lines of progress")
-    parser.add_argument("--goal", type=float, default=0.9, help="share of right digits at which it stops")
-    args = parser.parse_args()
+    args = read_arguments(__doc__)
     start, rewards, lags = time.monotonic(), [], []
 
     def on_step(step: int, reward: float, lag: int) -> bool:

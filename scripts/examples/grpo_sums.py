@@ -124,13 +124,18 @@ def make_step(settings: Settings):
     return jax.jit(lambda state: train_step(state, settings), donate_argnums=0)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def read_arguments(description: str | None) -> argparse.Namespace:
+    """The options of a training run."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--every", type=int, default=50, help="steps between two lines of progress")
     parser.add_argument("--goal", type=float, default=0.9, help="share of right digits at which it stops")
-    args = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> int:
+    args = read_arguments(__doc__)
     settings = Settings()
     state, step = init(settings, args.seed), make_step(settings)
     start, rewards = time.monotonic(), []

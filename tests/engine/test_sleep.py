@@ -13,7 +13,7 @@ from levanter_infer.engine.params import SamplingParams
 from levanter_infer.engine.request import Request
 from levanter_infer.models.uncached import next_token
 from levanter_infer.runtime.memory import process_bytes
-from tests.tiny_models import tiny_model
+from tests.tiny_models import tiny_model, uncached_greedy
 
 SIZES = dict(max_seqs=4, max_seq_len=64, page_size=16, max_pages=25_000, max_step_tokens=16)
 ORACLE = jax.jit(next_token)
@@ -52,13 +52,6 @@ def sampled(groups) -> list:
 def likeliest(model, tokens: list[int]) -> int:
     padded = jnp.asarray(tokens + [0] * (64 - len(tokens)), jnp.int32)
     return int(ORACLE(model, padded, jnp.int32(len(tokens))))
-
-
-def greedy(model, tokens: list[int], count: int) -> list[int]:
-    found = list(tokens)
-    for _ in range(count):
-        found.append(likeliest(model, found))
-    return found[len(tokens) :]
 
 
 def test_the_pool_goes_back_to_the_system_and_the_weights_stay_bit_by_bit(engine):
@@ -179,7 +172,7 @@ def test_weights_from_a_checkpoint_directory(engine, tmp_path):
     programs = engine.stats()["programs"]
     engine.swap_weights(tmp_path / "trained", version=engine.version + 7)
     found = engine.generate([request(text(9), temperature=0.0)])[0].completions[0]
-    assert found.token_ids == greedy(tiny_model(3), text(9), 12)
+    assert found.token_ids == uncached_greedy(tiny_model(3), text(9), 12)
     assert engine.stats()["programs"] == programs
     save_model(tiny_model(hidden_size=48), tmp_path / "another")
     with pytest.raises(ValueError, match="swap_weights was given another model: hidden_size|embed"):

@@ -15,7 +15,7 @@ import numpy as np
 
 from levanter_infer.engine.engine import InferenceEngine
 from levanter_infer.engine.metrics import Registry
-from levanter_infer.engine.request import Request, RequestOutput, as_request, refused
+from levanter_infer.engine.request import Request, RequestOutput, as_request, first_and_last, refused
 from levanter_infer.engine.request_state import RequestState, SampleState
 
 logger = logging.getLogger(__name__)
@@ -57,7 +57,7 @@ class Update:
     @property
     def version_range(self) -> tuple[int, int] | None:
         """The versions of its first and its last token; None without tokens."""
-        return (int(self.token_versions[0]), int(self.token_versions[-1])) if len(self.token_versions) else None
+        return first_and_last(self.token_versions)
 
     def merged(self, later: "Update") -> "Update":
         """This update and the next one of the same sample as one."""

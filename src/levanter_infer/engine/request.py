@@ -125,7 +125,7 @@ class Completion:
     @property
     def version_range(self) -> tuple[int, int] | None:
         """The versions of its first and its last token; None without tokens."""
-        return (int(self.token_versions[0]), int(self.token_versions[-1])) if len(self.token_versions) else None
+        return first_and_last(self.token_versions)
 
     def __repr__(self) -> str:
         shown = {} if self.text is None else {"text": _Text(self.text)}
@@ -161,6 +161,11 @@ class RequestOutput:
         shown |= {} if self.prompt is None else {"prompt": _Text(self.prompt)}
         tail = f"error={_Text(self.error)!r}" if self.error is not None else f"completions={_several(self.completions)}"
         return f"RequestOutput({_fields(shown)}, {_ids(self.prompt_token_ids, 'prompt_token_ids')}, {tail})"
+
+
+def first_and_last(versions: np.ndarray) -> tuple[int, int] | None:
+    """The first and the last of the versions of some tokens; None without tokens."""
+    return (int(versions[0]), int(versions[-1])) if len(versions) else None
 
 
 class _Text(str):

@@ -176,13 +176,11 @@ class Answers:
 
     def answer(self, request: Request | None, output: RequestOutput, name: str) -> tuple[int, dict[str, Any]]:
         """HTTP status and body for the output of a request; `request` is None for one that was malformed."""
-        reasons = {c.finish_reason for c in output.completions}
-        if output.error is not None or request is None:
-            return 400, error_body(output.error or "failed", "invalid_request_error")
-        if FinishReason.ERROR in reasons:
-            return 500, error_body(NOT_FINITE, "server_error")
-        if FinishReason.ABORT in reasons:
-            return 408, error_body("the request was ended before its answer was complete", "timeout")
+        failed = failure(output)
+        if failed is not None:
+            return failed
+        if request is None:
+            return 400, error_body("failed", "invalid_request_error")
         return 200, self._answer(request, output, name)
 
     def _answer(self, request: Request, output: RequestOutput, name: str) -> dict[str, Any]:
@@ -243,13 +241,12 @@ class Answers:
         tops = output.prompt_top_logprobs
         prompt = self._columns(output.prompt_token_ids[1:], output.prompt_logprobs, tops)
         own = self._columns(c.token_ids, c.logprobs, c.top_logprobs)
-        joined = {key: [*(prompt[key] or ()), *(own[key] or ())] for key in ("token_logprobs", "top_logprobs")}
-        tokens = [self._text(token)[0] for token in (*output.prompt_token_ids[:1],)]
-        tokens += [*prompt["tokens"], *own["tokens"]]
+        first = self._text(output.prompt_token_ids[0])[0]
+        tokens = [first, *prompt["tokens"], *own["tokens"]]
         return {
             "tokens": tokens,
-            "token_logprobs": [None, *joined["token_logprobs"]][: len(tokens)],
-            "top_logprobs": [None, *joined["top_logprobs"]][: len(tokens)] if tops else None,
+            "token_logprobs": [None, *prompt["token_logprobs"], *own["token_logprobs"]],
+            "top_logprobs": [None, *prompt["top_logprobs"], *(own["top_logprobs"] or ())] if tops else None,
             "text_offset": _offsets(tokens),
         }
 
@@ -258,6 +255,18 @@ class Answers:
         if token not in self._texts:
             self._texts[token] = _text_of(token, self._tokenizer)
         return self._texts[token]
+
+
+def failure(output: RequestOutput) -> tuple[int, dict[str, Any]] | None:
+    """HTTP status and body for an output that is no answer; None for one that is."""
+    reasons = {c.finish_reason for c in output.completions}
+    if output.error is not None:
+        return 400, error_body(output.error, "invalid_request_error")
+    if FinishReason.ERROR in reasons:
+        return 500, error_body(NOT_FINITE, "server_error")
+    if FinishReason.ABORT in reasons:
+        return 408, error_body("the request was ended before its answer was complete", "timeout")
+    return None
 
 
 def prompt_logprobs(output: RequestOutput) -> list[dict[str, float] | None]:

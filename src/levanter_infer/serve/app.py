@@ -18,7 +18,7 @@ from starlette.routing import Route
 from levanter_infer.engine.async_engine import AsyncEngine, QueueFull, Update
 from levanter_infer.engine.request import RequestOutput
 from levanter_infer.fingerprint import package_version
-from levanter_infer.io.openai import PROMPTS, Answers, error_body
+from levanter_infer.io.openai import PROMPTS, Answers, error_body, failure
 from levanter_infer.io.prompts import RowParser, parse_json
 from levanter_infer.serve.answers import Events, answer, event
 from levanter_infer.serve.calls import Call, read_call
@@ -152,9 +152,9 @@ class Service:
             async for prompt, update in _after(first, updates):
                 if update.output is not None:
                     outputs[prompt] = update.output
-                    status, content = self._answers.answer(call.requests[prompt], update.output, name)
-                    if status != 200:
-                        yield event(content)
+                    failed = failure(update.output)
+                    if failed is not None:
+                        yield event(failed[1])
                         continue
                 yield events.update(prompt, update)
         except (QueueFull, RuntimeError) as error:
