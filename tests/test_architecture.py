@@ -23,6 +23,7 @@ LAYERS = [
     {"models"},
     {"checkpoints"},
     {"decode"},
+    {"structured"},
     {"engine"},
     {"columns"},
     {"keys"},

@@ -57,6 +57,10 @@ WAY = "way"  # pages of one bucket
 KV_PAIR = "kv_pair"  # keys and values of all heads, interleaved k0, v0, k1, v1, ...
 
 # Sampling
+AUTOMATON = "automaton"  # constraints of structured output that the tables hold
+ENTRY = "entry"  # transitions of all automata
+MASK = "mask"  # sets of tokens that may follow
+WORD = "word"  # 32 tokens of one set
 BIAS = "bias"  # entries of a request's logit bias
 STOP = "stop"  # stop token sequences of a request
 STOP_TOKEN = "stop_token"  # tokens of one stop sequence, right-aligned

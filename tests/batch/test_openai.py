@@ -126,7 +126,11 @@ def test_parameters_of_official_clients_that_change_nothing_are_accepted(given):
         (line(CHAT, messages=MESSAGES, toolz=[]), "unknown key body.toolz; did you mean tools"),
         (line(CHAT, messages=MESSAGES, tool_choice="required"), "body.tool_choice is 'required', which the chat"),
         (line(CHAT, messages=MESSAGES, tool_choice="none", tools=TOOLS), "body.tool_choice is 'none'"),
-        (line(CHAT, messages=MESSAGES, response_format={"type": "json_object"}), "body.response_format is .*json_obj"),
+        (line(CHAT, messages=MESSAGES, response_format={"type": "xml"}), "body.response_format is .*json_object"),
+        (
+            line(CHAT, messages=MESSAGES, response_format={"type": "json_schema", "json_schema": {"name": "x"}}),
+            "body.response_format is .*json_object",
+        ),
         (line(CHAT, messages=MESSAGES, reasoning_effort="high"), "body.reasoning_effort is 'high', which a batch"),
         (line(CHAT, messages=MESSAGES, audio={}), "body.audio is {}, which a batch job cannot do; expected null"),
         (line(CHAT, messages=MESSAGES, modalities=["audio"]), "body.modalities is"),

@@ -171,9 +171,7 @@ def test_parameters_can_be_replaced_and_copied():
     assert copy.deepcopy(params) == params
 
 
-@pytest.mark.parametrize(
-    "name", ["stream", "tools", "response_format", "structured_outputs", "logits_processors", "allowed_token_ids"]
-)
+@pytest.mark.parametrize("name", ["stream", "tools", "response_format", "structured_outputs", "logits_processors"])
 def test_parameter_that_nothing_here_is_like_is_refused_without_naming_another(name):
     with pytest.raises(ValueError, match=f"no parameter '{name}'; none is near it \\(known: max_tokens, "):
         SamplingParams.from_dict({name: 1})

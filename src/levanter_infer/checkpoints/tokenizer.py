@@ -9,6 +9,7 @@ import functools
 import hashlib
 import json
 import logging
+import re
 import reprlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -41,6 +42,8 @@ _MAX_EOS = 64
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _LLAMA, _CODE_LLAMA = "LlamaTokenizer", "CodeLlamaTokenizer"
 _DEFAULT_TOKENS = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+_SPELLING_STEPS = {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"}
+"""Decoders of tokens that spell their text, with "\u2581" for a space and <0x0A> for a byte."""
 _CLASSES_IGNORED_FOR = ("mistral", "mixtral", "qwen2")
 """Model types for which transformers ignores a Llama class."""
 
@@ -89,7 +92,8 @@ class Tokenizer:
         self.eos_token_ids = self._find_eos(generation, model_config)
         self._template_sources = _template_sources(files, self._config, where)
         self.fingerprint = _fingerprint(files)
-        self.is_byte_level = _is_byte_level(files["tokenizer.json"])
+        self._decoder_steps = _decoder_steps(files["tokenizer.json"])
+        self.is_byte_level = self._decoder_steps == {"ByteLevel"}
         self._bytes_of_token: dict[int, bytes] = {}
         self._templates: dict[str, ChatTemplate] = {}
 
@@ -175,6 +179,28 @@ class Tokenizer:
             token = self._tokenizer.id_to_token(token_id) if 0 <= token_id < self.vocab_size else None
             known = self._bytes_of_token[token_id] = b"" if token is None else _bytes_of(token)
         return known
+
+    def text_bytes(self, token_id: int) -> bytes:
+        """UTF-8 bytes that the token adds in the middle of a text, perhaps a part of a character; empty for special
+        tokens and for an id without a token.
+
+        Raises: ValueError if the decoder does not join the bytes of tokens (WordPiece, for instance).
+        """
+        if self.is_special(token_id):
+            return b""
+        if self.is_byte_level:
+            return self.token_bytes(token_id)
+        unknown = self._decoder_steps - _SPELLING_STEPS
+        if unknown:
+            raise ValueError(
+                f"{self._where}/tokenizer.json: the decoder {', '.join(sorted(unknown))} does not join the bytes of "
+                "tokens, so that a text cannot be constrained; constrain token ids"
+            )
+        token = self._tokenizer.id_to_token(token_id) if 0 <= token_id < self.vocab_size else None
+        if token is None:
+            return b""
+        byte = re.fullmatch(r"<0x([0-9A-Fa-f]{2})>", token)
+        return bytes([int(byte[1], 16)]) if byte else token.replace("\u2581", " ").encode()
 
     @property
     def has_chat_template(self) -> bool:
@@ -382,10 +408,11 @@ def _fingerprint(files: Mapping[str, bytes]) -> str:
     return digest.hexdigest()
 
 
-def _is_byte_level(content: bytes) -> bool:
+def _decoder_steps(content: bytes) -> set[str]:
+    """The types of the steps of the decoder; "none" without a decoder."""
     decoder = json.loads(content).get("decoder") or {}
     steps = decoder.get("decoders", []) if decoder.get("type") == "Sequence" else [decoder]
-    return [step.get("type") for step in steps] == ["ByteLevel"]
+    return {step.get("type") or "none" for step in steps}
 
 
 def _bytes_of(token: str) -> bytes:

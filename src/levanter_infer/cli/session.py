@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from levanter_infer.columns import NOT_FINITE
 from levanter_infer.config import RunConfig
@@ -93,8 +93,9 @@ def make_engine(config: RunConfig, num_rows: int, hosts: Hosts | None = None) ->
         say(f"tokenizer {tokenizer.vocab_size} tokens, sha256 {tokenizer.fingerprint[:16]}")
     try:
         seed = config.sampling.seed or 0
-        asked = {
+        asked: dict[str, Any] = {
             "scoring": config.sampling.prompt_logprobs is not None,
+            "constraints": config.sampling.is_constrained,
             "routing": config.sampling.return_routed_experts and model.types.config.experts is not None,
         }
         per_host = hosts is not None and config.multihost.layout == PER_HOST

@@ -9,6 +9,7 @@ from levanter_infer.cache.arrays import gather, replace, scatter
 from levanter_infer.cache.page_table import ragged_index
 from levanter_infer.decode.beam_table import BeamParams
 from levanter_infer.decode.codes import ABORT, FINISHED, FREE, LOADING, NOT_FINISHED, WAITING
+from levanter_infer.decode.constraints import ConstraintParams
 from levanter_infer.decode.kv_offload import HostTerms
 from levanter_infer.decode.paging import free_pages_for_finished
 from levanter_infer.decode.sampling import SamplingTable
@@ -43,6 +44,8 @@ class Admission(eqx.Module):
     """Sampling parameters of each admitted sequence, over `admitted`."""
     beams: BeamParams | None
     """Search parameters of each admitted sequence; None if the state has no `BeamTable`."""
+    constraints: ConstraintParams | None
+    """Constraint of each admitted sequence; None if the state has no `ConstraintTable`."""
     cancel: Bool[Array, " seq"]
     """Slots to end with reason ABORT."""
     max_steps: Int32[Array, ""]
@@ -112,4 +115,9 @@ def _write_pieces(state: DecodeState, admission: Admission) -> DecodeState:
         num_reached=column_of("num_reached", jnp.zeros_like(slots)),
     )
     sampling = state.sampling.set_rows(slots, admission.sampling)
-    return replace(state, sequences=table, sampling=sampling, beams=state.beams.admit(slots, admission.beams))
+    constraints = state.constraints
+    if constraints is not None:
+        assert admission.constraints is not None
+        constraints = constraints.admit(slots, admission.constraints)
+    beams = state.beams.admit(slots, admission.beams)
+    return replace(state, sequences=table, sampling=sampling, beams=beams, constraints=constraints)

@@ -7,6 +7,7 @@ import inspect
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,7 @@ from jax.sharding import Mesh
 from levanter_infer.cache.cache import Cache
 from levanter_infer.decode.admission import Admission
 from levanter_infer.decode.beam_table import BeamTable, Hypotheses, hypotheses
+from levanter_infer.decode.constraints import ConstraintLoad, load_constraints
 from levanter_infer.decode.kv_offload import (
     TableSnapshot,
     mark_swapped,
@@ -26,6 +28,7 @@ from levanter_infer.decode.kv_offload import (
     write_pages,
     write_window_pages,
 )
+from levanter_infer.decode.logits_mod import LogitsFunction, LogitsMod
 from levanter_infer.decode.loop import run_round
 from levanter_infer.decode.outputs import RoundOutputs
 from levanter_infer.decode.resampling import resample_samples
@@ -234,6 +237,8 @@ class ProgramOptions:
     """Called with a message if the round is compiled again, instead of `RecompilationError`."""
     fingerprints: bool = False
     """Whether each program notes one when it is lowered."""
+    logits_mod: tuple[LogitsFunction, Any] | None = None
+    """A caller's function of the logits, and its memory of a sequence before the first token."""
 
 
 class Programs:
@@ -255,7 +260,7 @@ class Programs:
             smaller: the programs that these take over from (`extended`).
         """
         layout = Layout.of(None, model.config) if options.layout is None else options.layout
-        self._options, self._layout = options, layout
+        self._options, self._layout, self._shapes = options, layout, shapes
         self._smaller = None if smaller is None else (smaller.state_types, smaller.compilations())
         with without_callers_context():
             functions = _spmd(_functions(shapes, model.config, layout.local_kv_heads, options), layout)
@@ -278,6 +283,7 @@ class Programs:
         self.resample = program("resample", donate=(0,))
         self.found = program("found")
         self.on_weight_update = program("on_weight_update", donate=(0,))
+        self.load_constraints = program("load_constraints", donate=(0,))
         self.tier = OffloadPrograms(shapes)
 
     def extended(self, model, shapes: Shapes) -> "Programs":
@@ -303,7 +309,17 @@ class Programs:
         for name, table in (("read_scores", self.state_types.scores), ("read_routes", self.state_types.routes)):
             if table is not None:
                 arguments[name] = (table, places, places)
+        if self.state_types.decode.constraints is not None:
+            arguments["load_constraints"] = (self.state_types.decode, self._load_types())
         return {name: (self._programs[name], types) for name, types in arguments.items()}
+
+    def _load_types(self) -> ConstraintLoad:
+        """The types of an upload of constraints."""
+        shapes = self._shapes
+        assert shapes.constraints is not None
+        sizes = (shapes.constraints, shapes.limits.vocab_size, shapes.num_slots)
+        one = jax.eval_shape(lambda: ConstraintLoad.empty(*sizes))
+        return self._layout.types(self._layout.stacked_types(one), stacked=True)
 
     def compile_all(self, model, admission) -> None:
         """Begin to compile the programs that every engine needs, side by side. Types of arguments will do."""
@@ -377,7 +393,7 @@ def _spmd(functions: dict[str, Callable], layout: Layout) -> dict[str, Callable]
     state = jax.eval_shape(functions["init"])
     results: dict[str, object] = {name: state for name in ("init", "reset", "zero_cache", "extend", "resample")}
     results["round"] = (state, None)
-    results["on_weight_update"] = state.decode
+    results["on_weight_update"] = results["load_constraints"] = state.decode
     return {name: layout.spmd(function, results.get(name)) for name, function in functions.items()}
 
 
@@ -386,15 +402,18 @@ def _functions(
 ) -> dict[str, Callable]:
     """The functions of an engine's programs by name; `local_heads` as of `empty_cache`."""
 
+    def no_memory() -> LogitsMod | None:
+        return options.logits_mod and LogitsMod.init(*options.logits_mod, shapes.num_slots)
+
     def init() -> GenState:
         cache = empty_cache(config, shapes, options.backend, dtype=options.kv_dtype, local_heads=local_heads)
-        return GenState.init(shapes, cache)
+        return GenState.init(shapes, cache, no_memory())
 
     def one_round(model, state: GenState, admission: Admission) -> tuple[GenState, RoundOutputs]:
         return run_round(model, state, admission, shapes, options.attention)
 
     def reset(state: GenState) -> GenState:
-        return GenState.init(shapes, state.cache)
+        return GenState.init(shapes, state.cache, no_memory())
 
     def zero_cache(state: GenState) -> GenState:
         decode = state.decode
@@ -409,7 +428,10 @@ def _functions(
     def resample(state: GenState, mask, ancestors, sample_index, arrival) -> GenState:
         decode = resample_samples(state.decode, mask, ancestors, sample_index, arrival)
         slots = jnp.where(mask, jnp.arange(shapes.num_slots, dtype=jnp.int32), shapes.num_slots)
-        return dataclasses.replace(state, decode=decode, cache=state.cache.copy_slots(ancestors, slots))
+        own = jnp.where(mask, ancestors, jnp.arange(shapes.num_slots, dtype=jnp.int32))
+        logits_mod = state.logits_mod and state.logits_mod.moved(own)
+        cache = state.cache.copy_slots(ancestors, slots)
+        return dataclasses.replace(state, decode=decode, cache=cache, logits_mod=logits_mod)
 
     def found(state: GenState, slots) -> Hypotheses:
         assert isinstance(state.decode.beams, BeamTable), "no request has asked for beams"
@@ -426,6 +448,7 @@ def _functions(
         "resample": resample,
         "found": found,
         "on_weight_update": on_weight_update,
+        "load_constraints": load_constraints,
     }
 
 

@@ -1,9 +1,10 @@
 """Choosing the next token of every row: any mixture of parameters in one batch.
 
 Order of processing, as in HF transformers:
-1. logit bias;
+1. the engine's `logits_mod`, if it has one; logit bias;
 2. repetition penalty (tokens of prompt and output), then frequency and presence penalty (output only);
-3. while fewer than `min_tokens` tokens are generated: one-token stop sequences become impossible;
+3. while fewer than `min_tokens` tokens are generated: one-token stop sequences become impossible; so do the tokens that
+   a constraint of the request (a regex, schema, grammar, token list) does not allow next;
 4. temperature; below GREEDY_TEMPERATURE the likeliest token is taken and nothing further applies;
 5. top_k, then top_p of what top_k leaves, then min_p relative to the likeliest token.
 
@@ -14,7 +15,7 @@ depends, to the bit, on that row alone, not on its index, the number of rows or 
 no row asks for is skipped.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -22,6 +23,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from levanter_infer.cache.arrays import gather, scatter, scatter_add
+from levanter_infer.decode.constraints import RowMasks
 from levanter_infer.decode.sampling_draw import draw, draw_by_kernels, draw_rows, num_words, random_words, row_sums
 from levanter_infer.decode.sampling_filters import filter_thresholds, thresholds_by_kernels
 from levanter_infer.decode.sampling_table import SamplingTable as SamplingTable
@@ -97,6 +99,8 @@ class SampleOutput(eqx.Module):
     """bool[row]; false if the logits hold NaN or +inf, or if no token is possible (all -inf)."""
     candidates: BeamCandidates | None = None
     """None: no request searches."""
+    memory: Any = None
+    """What a `logits_mod` remembers of each row; None: there is none."""
 
 
 class History(NamedTuple):
@@ -123,6 +127,8 @@ def sample(
     stats: LogitStats | None = None,
     vocab: Vocabulary | None = None,
     backend: Backend | None = None,
+    modified: Array | None = None,
+    masks: RowMasks | None = None,
 ) -> SampleOutput:
     """Sample one token per row.
 
@@ -134,6 +140,8 @@ def sample(
         vocab: of the logits; None: one device has all of it. Where it is sharded, every device gets the same sample,
             and that of one device but for rounding: no device ever has a full row of logits.
         backend: whose kernels sample, if it has some; None: XLA's code does.
+        modified: f32[row, vocab], the logits after a caller's `logits_mod`; None: there is none.
+        masks: the tokens that may follow; None: no request is constrained.
     """
     vocab = _vocab_of(logits, vocab)
     kernels = None if stats is None else _kernels_of(backend, logits, vocab)
@@ -145,10 +153,8 @@ def sample(
     generated = history.seq_lens - history.prompt_lens
     peak = stats.peak
 
-    penalised = is_penalised(column) & used
-    biased = is_biased(column, vocab.size) & used
-    banned = is_banned(column, generated) & used
-
+    penalised, biased = is_penalised(column) & used, is_biased(column, vocab.size) & used
+    changes = _Changes(used, penalised, biased, is_banned(column, generated) & used, modified, masks)
     greedy = column["temperature"] < GREEDY_TEMPERATURE
 
     num_rows = jnp.max(jnp.where(used, jnp.arange(1, used.shape[0] + 1, dtype=jnp.int32), 0))
@@ -169,10 +175,7 @@ def sample(
 
     def process_and_choose():
         penalise = apply_penalties if kernels is None or by_rows else _penalise_by_chunks
-        z = run_if(jnp.any(biased), lambda z: as_read(add_bias(z, column, vocab)), as_read(logits))
-        with jax.named_scope(scopes.PENALISED):
-            z = run_if(jnp.any(penalised), lambda z: as_read(penalise(z, column, history, vocab, penalised)), z)
-        z = as_read(run_if(jnp.any(banned), lambda z: as_read(_ban_stops(z, column, banned, vocab)), z))
+        z = changes.applied(logits, column, history, vocab, as_read, penalise)
         found = None if backend is None or kernels is None else LogitStats.of_kernel(backend, z, num_rows, vocab)
         z_peak = vocab.shard_axis.max(jnp.max(z, axis=1)) if found is None else found.peak
         return choose(z, z_peak, _best(z, z_peak, found, vocab))
@@ -187,7 +190,7 @@ def sample(
 
     # Rows that want nothing else, the commonest, are spared the copy of the logits that processing works on: greedy
     # ones, and where a kernel draws, all whose logits stay as they are.
-    changed = penalised | biased | banned
+    changed = changes.rows
     if kernels is None or by_rows:
         process = choose_changed_or_not if by_rows else process_and_choose
         with jax.named_scope(scopes.PROCESSED):
@@ -205,6 +208,42 @@ def sample(
         top_logprobs=top_logprobs,
         finite=finite,
     )
+
+
+class _Changes(NamedTuple):
+    """What becomes of the logits before the draw: the rows, bool[row], that each change concerns."""
+
+    used: Array
+    penalised: Array
+    biased: Array
+    banned: Array
+    """Rows in which one-token stop sequences are impossible yet."""
+    modified: Array | None
+    """The logits of a caller's making, f32[row, vocab], in place of the model's."""
+    masks: RowMasks | None
+
+    @property
+    def rows(self) -> Array:
+        """Rows whose logits change, bool[row]."""
+        if self.modified is not None:
+            return self.used
+        changed = self.penalised | self.biased | self.banned
+        return changed if self.masks is None else changed | (self.masks.constrained & self.used)
+
+    def applied(
+        self, logits: Array, column: dict[str, Array], history: History, vocab: Vocabulary, as_read, penalise
+    ) -> Array:
+        """The changed logits. Args: as_read, penalise: as the kernels that draw take logits."""
+        z = as_read(logits if self.modified is None else self.modified)
+        z = run_if(jnp.any(self.biased), lambda z: as_read(add_bias(z, column, vocab)), z)
+        with jax.named_scope(scopes.PENALISED):
+            penalised = self.penalised
+            z = run_if(jnp.any(penalised), lambda z: as_read(penalise(z, column, history, vocab, penalised)), z)
+        z = as_read(run_if(jnp.any(self.banned), lambda z: as_read(_ban_stops(z, column, self.banned, vocab)), z))
+        masks = self.masks
+        if masks is None:
+            return z
+        return as_read(run_if(jnp.any(masks.constrained & self.used), lambda z: as_read(masks.apply(z, vocab)), z))
 
 
 def _possible(tokens: Array, peak: Array) -> Array:

@@ -52,6 +52,24 @@ class RoutingShapes:
 
 
 @dataclasses.dataclass(frozen=True)
+class ConstraintShapes:
+    """Sizes of the tables of constraints on what sequences say (`decode.constraints`)."""
+
+    num_automata: int
+    """Distinct constraints that sequences may have at the same time."""
+    num_entries: int
+    """Entries of all their states: each takes one more than its automaton has classes of tokens."""
+    num_masks: int
+    """Distinct sets of tokens of all their states."""
+    mask_words: int
+    """Words of 32 bits of one set."""
+    load_entries: int = 2**15
+    """Entries that one upload carries."""
+    load_masks: int = 64
+    """Sets that one upload carries."""
+
+
+@dataclasses.dataclass(frozen=True)
 class Shapes:
     """Sizes that a program is compiled for; they do not depend on what the requests look like."""
 
@@ -85,6 +103,8 @@ class Shapes:
     """None: prompts are not scored."""
     routing: RoutingShapes | None = None
     """None: the experts of tokens are not recorded."""
+    constraints: ConstraintShapes | None = None
+    """None: no sequence is constrained."""
     offload: bool = False
     """Whether a round ends for KV offload, instead of preempting and recomputing at once."""
     max_beams: int = 0

@@ -18,6 +18,8 @@ from levanter_infer.cache.score_pages import ScorePages
 from levanter_infer.cache.state_snapshots import StateSnapshots
 from levanter_infer.cache.window_pages import WindowPages
 from levanter_infer.decode.beam_table import BeamTable, NoBeams
+from levanter_infer.decode.constraints import ConstraintTable
+from levanter_infer.decode.logits_mod import LogitsMod
 from levanter_infer.decode.routes import RouteTable
 from levanter_infer.decode.sampling import SamplingTable
 from levanter_infer.decode.sequence_table import SequenceTable
@@ -84,6 +86,8 @@ class DecodeState(eqx.Module):
     """As `Shapes.windows`."""
     snapshots: StateSnapshots | None = None
     """None: no states of fixed size are kept."""
+    constraints: ConstraintTable | None = None
+    """None: no request has asked for structured output."""
 
     @staticmethod
     def init(shapes: Shapes) -> "DecodeState":
@@ -98,6 +102,8 @@ class DecodeState(eqx.Module):
             counters=Counters.init(),
             windows=tuple(WindowPages.init(each.window, each.num_pages, num_pages, size) for each in shapes.windows),
             snapshots=StateSnapshots.init(shapes.num_snapshots, num_pages) if shapes.num_snapshots else None,
+            constraints=shapes.constraints
+            and ConstraintTable.init(shapes.constraints, shapes.limits.vocab_size, shapes.num_slots),
         )
 
     @property
@@ -140,9 +146,11 @@ class GenState(eqx.Module):
     """None: prompts are not scored."""
     routes: RouteTable | None
     """None: the experts of tokens are not recorded."""
+    logits_mod: LogitsMod | None = None
 
     @staticmethod
-    def init(shapes: Shapes, cache: Cache) -> "GenState":
+    def init(shapes: Shapes, cache: Cache, logits_mod: LogitsMod | None = None) -> "GenState":
+        """Empty tables over these pools."""
         scores = shapes.scoring and ScorePages.init(
             **dataclasses.asdict(shapes.scoring),
             num_pages=shapes.num_pages,
@@ -153,7 +161,7 @@ class GenState(eqx.Module):
         routes = shapes.routing and RouteTable.init(
             shapes.routing, num_slots=shapes.num_slots, max_seq_len=shapes.max_seq_len, page_size=shapes.page_size
         )
-        return GenState(decode=DecodeState.init(shapes), cache=cache, scores=scores, routes=routes)
+        return GenState(DecodeState.init(shapes), cache, scores, routes, logits_mod)
 
     def extended(self, shapes: Shapes) -> "GenState":
         """The same state, with fresh tables for the features that `shapes` adds."""
@@ -161,5 +169,5 @@ class GenState(eqx.Module):
         def is_absent(old) -> bool:
             return old is None or type(old) is NoBeams
 
-        fresh = GenState.init(shapes, self.cache)
+        fresh = GenState.init(shapes, self.cache, self.logits_mod)
         return jax.tree.map(lambda old, new: new if is_absent(old) else old, self, fresh, is_leaf=is_absent)

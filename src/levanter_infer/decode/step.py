@@ -20,6 +20,8 @@ from levanter_infer.decode.admission_policy import update_length_estimate
 from levanter_infer.decode.beams import BeamRows, search
 from levanter_infer.decode.blocks import forward_in_blocks, logits_in_blocks
 from levanter_infer.decode.codes import ERROR, LENGTH, STOP
+from levanter_infer.decode.constraints import advanced, masks_of
+from levanter_infer.decode.logits_mod import LogitsMod
 from levanter_infer.decode.outputs import OutputRing
 from levanter_infer.decode.paging import fork_origins, fork_when_ready, free_pages_for_finished, leave_behind
 from levanter_infer.decode.prefix import insert_prefix
@@ -63,12 +65,13 @@ def step(model, state: GenState, ring: OutputRing, shapes: Shapes, attention: At
     with jax.named_scope(scopes.SCORING):
         scores, hidden = score_prompts(model, decode, scores, hidden, plan, shapes)
     with jax.named_scope(scopes.SAMPLING):
-        sampled = sample_rows(model, decode, hidden, plan, shapes)
+        sampled = sample_rows(model, decode, hidden, plan, shapes, state.logits_mod)
     with jax.named_scope(scopes.APPEND):
+        logits_mod = remembered(state.logits_mod, decode, plan, sampled)
         decode, ring, moves = append(decode, ring, plan, sampled, shapes)
     with jax.named_scope(scopes.COPIES):
         cache = copy_states(*store_states(cache, moves.kept, moves.origins))
-    return GenState(decode, cache, scores, routes), ring
+    return GenState(decode, cache, scores, routes, logits_mod), ring
 
 
 def copy_states(cache: Cache, origins: Array) -> Cache:
@@ -146,7 +149,9 @@ def forward(
     return cache.with_snapshots(snapshots), routes, hidden
 
 
-def sample_rows(model, state: DecodeState, hidden: Array, plan: StepPlan, shapes: Shapes) -> SampleOutput:
+def sample_rows(
+    model, state: DecodeState, hidden: Array, plan: StepPlan, shapes: Shapes, logits_mod: LogitsMod | None = None
+) -> SampleOutput:
     """Logits and a sampled token of each row, from the hidden states [row, embed] of the rows' last tokens.
 
     The last row may be a prompt that goes on in the next step: its sample is not used.
@@ -166,10 +171,23 @@ def sample_rows(model, state: DecodeState, hidden: Array, plan: StepPlan, shapes
             prompt_lens=gather(table.prompt_lens, slots, 0),
             seq_lens=lens,
         )
-        max_top = shapes.limits.max_logprobs
-        sampled = sample(logits, asked, history, max_top=max_top, stats=stats, vocab=model.vocab, backend=model.backend)
+        modified, memory = logits, None
+        if logits_mod is not None:
+            of_mod = (slots, table.tokens, history.prompt_lens, lens)
+            modified, memory = logits_mod(logits, *of_mod, model.vocab)
+        sampled = sample(
+            logits,
+            asked,
+            history,
+            max_top=shapes.limits.max_logprobs,
+            stats=stats,
+            vocab=model.vocab,
+            backend=model.backend,
+            modified=None if logits_mod is None else modified,
+            masks=masks_of(state.constraints, slots),
+        )
         offered = candidates(state.beams, logits, asked, history, stats, model.vocab)
-        return dataclasses.replace(sampled, candidates=offered)
+        return dataclasses.replace(sampled, candidates=offered, memory=memory)
 
     rows = (logits, plan.slot_ids, stats)
     if count is None:
@@ -184,7 +202,8 @@ def sample_rows(model, state: DecodeState, hidden: Array, plan: StepPlan, shapes
         )
         return first + count, sampled
 
-    return jax.lax.while_loop(lambda carry: carry[0] < plan.num_rows, body, (jnp.int32(0), empty_sample(shapes)))[1]
+    nothing = dataclasses.replace(empty_sample(shapes), memory=logits_mod and logits_mod.of_rows(shapes.max_rows))
+    return jax.lax.while_loop(lambda carry: carry[0] < plan.num_rows, body, (jnp.int32(0), nothing))[1]
 
 
 def head(model, hidden: Array, plan: StepPlan, shapes: Shapes) -> Array:
@@ -257,7 +276,7 @@ def append(
     computed = table.num_computed + plan.take
     slots = plan.slot_ids
     lens = gather(table.seq_lens, slots, 0)
-    samples = (gather(computed, slots, 0) == lens) & (slots < num_slots)
+    samples = rows_that_sample(state, plan)
     left = gather(table.max_lens, slots, 0) - lens
     failed = samples & ~sampled.finite
     emits = samples & sampled.finite & (left > 0)  # a prompt may be scored without generating
@@ -277,7 +296,10 @@ def append(
     filled = page_of(computed, shapes.page_size) - page_of(table.num_computed, shapes.page_size)
     counters = _counted(state, plan, computed, filled, emits | searches)
     state = replace(
-        state, sequences=replace(table, tokens=tokens, seq_lens=seq_lens, num_computed=computed), counters=counters
+        state,
+        sequences=replace(table, tokens=tokens, seq_lens=seq_lens, num_computed=computed),
+        counters=counters,
+        constraints=advanced(state.constraints, writer, sampled.tokens),
     )
     state = leave_behind(state, table.num_computed)
     state = insert_prefix(state, shapes, may_insert(state, filled, shapes), finished & (reasons == ERROR))
@@ -290,6 +312,23 @@ def append(
     state = fork_when_ready(state, shapes)
     origins = fork_origins(before, state.sequences, origins)
     return free_pages_for_finished(state, finished, reasons), ring, StateMoves(kept, origins)
+
+
+def rows_that_sample(state: DecodeState, plan: StepPlan) -> Array:
+    """Rows whose last known token the step has computed, so that the next one is sampled, bool[row]."""
+    table, slots = state.sequences, plan.slot_ids
+    computed = gather(table.num_computed + plan.take, slots, 0)
+    return (computed == gather(table.seq_lens, slots, 0)) & (slots < table.num_slots)
+
+
+def remembered(
+    logits_mod: LogitsMod | None, state: DecodeState, plan: StepPlan, sampled: SampleOutput
+) -> LogitsMod | None:
+    """What a `logits_mod` remembers after a step. Args: state: before the sampled tokens are stored."""
+    if logits_mod is None:
+        return None
+    writer = jnp.where(rows_that_sample(state, plan), plan.slot_ids, state.sequences.num_slots)
+    return logits_mod.remember(writer, sampled.memory)
 
 
 def _counted(state: DecodeState, plan: StepPlan, computed: Array, filled: Array, generates: Array) -> Counters:

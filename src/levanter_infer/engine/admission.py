@@ -37,6 +37,7 @@ class HostAdmission:
         self._pieces: dict[str, np.ndarray] = {}
         """Prompt chunks, [rank, admitted]; "tokens" is [rank, upload]."""
         self._beams: dict[str, np.ndarray] = {}
+        self._constraints: dict[str, np.ndarray] = {}
         self._sampling: SamplingColumns | None = None
         self._cancel: np.ndarray | None = None
         self._num_pieces, self._num_tokens = [0] * num_ranks, [0] * num_ranks
@@ -45,10 +46,19 @@ class HostAdmission:
         """Prompt tokens that can still be uploaded to a rank in this round."""
         return self._shapes.upload_tokens - self._num_tokens[rank]
 
-    def add(self, rank: int, sample: SampleState, start: int, length: int, eos_token_ids: Sequence[int]) -> None:
+    def add(
+        self,
+        rank: int,
+        sample: SampleState,
+        start: int,
+        length: int,
+        eos_token_ids: Sequence[int],
+        automaton: int | None = None,
+    ) -> None:
         """Upload tokens `start` to `start + length` of a sample's prompt into its slot, and how to sample it.
 
-        A sample other than the first of its request brings no tokens: it copies the first one's slot.
+        A sample other than the first of its request brings no tokens: it copies the first one's slot. `automaton` is
+        the number of the one that constrains it, if any.
         Requires: the sample has a slot and no other piece in this admission; the tokens fit (`capacity`).
         """
         if self._sampling is None:
@@ -74,6 +84,10 @@ class HostAdmission:
         self._sampling.set(
             (rank, piece), request.params, seed=request.seed, sample_index=sample.number, eos_token_ids=eos_token_ids
         )
+        if self._constraints:
+            self._constraints["guided"][rank, piece] = sample.guide is not None
+            if automaton is not None:
+                self._constraints["automata"][rank, piece] = automaton
         if request.params.num_beams > 1:
             self._add_beam(rank, piece, sample)
         self.has_pieces[rank] = True
@@ -88,7 +102,8 @@ class HostAdmission:
         self.has_cancellations[rank] = self._cancel[rank].any()
 
     def arrays(self) -> dict[str, Any]:
-        """The arrays by field of `Admission`; "sampling" and "beams" are dicts of arrays by field of their tables."""
+        """The arrays by field of `Admission`; "sampling", "beams" and "constraints" are dicts of arrays by field of
+        their tables."""
         fields: dict[str, Any] = {
             "max_steps": self.max_steps,
             "min_free_slots": self.min_free_slots,
@@ -100,6 +115,7 @@ class HostAdmission:
         if self._sampling is not None:
             fields |= {**self._pieces, "sampling": self._sampling.columns}
             fields |= {"beams": self._beams} if self._beams else {}
+            fields |= {"constraints": self._constraints} if self._constraints else {}
         return fields
 
     def allocate(self) -> "SamplingColumns":
@@ -114,6 +130,9 @@ class HostAdmission:
         if shapes.max_beams:
             self._beams = {name: np.zeros(lead, np.int32) for name in ("places", "widths", "early_stopping")}
             self._beams |= {"leaders": np.full(lead, none, np.int32), "length_penalty": np.zeros(lead, np.float32)}
+        if shapes.constraints is not None:
+            automata = np.full(lead, shapes.constraints.num_automata, np.int32)
+            self._constraints = {"automata": automata, "guided": np.zeros(lead, bool)}
         self._sampling = SamplingColumns(lead, shapes.limits)
         return self._sampling
 

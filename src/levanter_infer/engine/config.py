@@ -99,12 +99,16 @@ class EngineConfig:
     """Entries of a request's `logit_bias`, at most."""
     max_stop_sequences: int = 8
     """Entries of a request's `stop_token_ids` (of up to 16 tokens each) and of its `stop`, at most."""
+    max_constraints: int = 64
+    """Distinct constraints (`regex`, `json_schema`, `choice`, token lists) that run at once; further ones wait."""
+    constraint_bytes: int = 67108864
+    """Device memory of their tables, in bytes, which the first constrained request makes."""
 
     def __post_init__(self):
         for name in ("page_size", "max_pages", "max_seq_len", "max_step_tokens", "state_snapshots"):
             if getattr(self, name) is not None:
                 _check_whole(name, getattr(self, name), 1)
-        for name in ("max_seqs", "max_round_steps"):
+        for name in ("max_seqs", "max_round_steps", "max_constraints", "constraint_bytes"):
             _check_whole(name, getattr(self, name), 1)
         for name in ("max_logprobs", "max_prompt_logprobs", "max_logit_bias", "max_stop_sequences"):
             _check_whole(name, getattr(self, name), 0)

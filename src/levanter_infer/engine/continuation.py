@@ -76,6 +76,7 @@ def _check_goes_on(sampling: SamplingParams) -> None:
         "stop": bool(sampling.stop),
         "stop_token_ids": any(not isinstance(entry, int) and len(entry) > 1 for entry in sampling.stop_token_ids),
         "num_beams": sampling.num_beams > 1,
+        "a constraint": sampling.is_constrained,
         "prompt_logprobs": sampling.prompt_logprobs is not None,
     }
     names = [name for name, is_set in looks_back.items() if is_set]

@@ -13,12 +13,15 @@ import numpy as np
 from jax.sharding import Mesh
 
 from levanter_infer.checkpoints.load import StoredModel
+from levanter_infer.decode.logits_mod import LogitsFunction
 from levanter_infer.decode.programs import Programs
 from levanter_infer.decode.shapes import Shapes
 from levanter_infer.decode.state import GenState
 from levanter_infer.engine.backend_choice import BackendChoice
 from levanter_infer.engine.config import EngineConfig
+from levanter_infer.engine.constraints import wanted
 from levanter_infer.engine.coordination import LeaderCoordinator, LocalCoordinator
+from levanter_infer.engine.extension import needed_changes
 from levanter_infer.engine.forks import checked_ancestors, further_samples
 from levanter_infer.engine.intake import Intake
 from levanter_infer.engine.memory_audit import audit
@@ -36,11 +39,10 @@ from levanter_infer.engine.request import (
 )
 from levanter_infer.engine.request_state import RequestState, SampleState
 from levanter_infer.engine.round_loop import RoundLoop
-from levanter_infer.engine.routes import routing_shapes
 from levanter_infer.engine.runner import Runner
 from levanter_infer.engine.scheduler import Scheduler
-from levanter_infer.engine.scoring import SCORE_ONLY, score_shapes
-from levanter_infer.engine.sizes import beams_for, kv_dtype
+from levanter_infer.engine.scoring import SCORE_ONLY
+from levanter_infer.engine.sizes import kv_dtype
 from levanter_infer.engine.sleep import awake, check_nothing_to_compile, fall_asleep
 from levanter_infer.engine.stats import Stats
 from levanter_infer.engine.turns import Turns, exclusive, waits_for_turn
@@ -84,6 +86,11 @@ class InferenceEngine:
             once.
         scoring: compile for `prompt_logprobs` at once, and not again with the first request that asks for them.
         routing: compile for `return_routed_experts` at once, likewise.
+        constraints: compile for structured output (`regex`, `json_schema`, `choice`, `grammar`, `allowed_token_ids`,
+            `bad_words`) at once, likewise.
+        logits_mod: a function (logits f32[vocab], `TokenHistory`, memory) -> (logits, memory) that JAX can trace, of
+            one sequence; it is applied to the model's logits before everything else that a request asks for.
+        logits_mod_init: its memory of a sequence before the first token, a pytree of arrays; None: it has none.
         mesh: over which devices the engine runs, as sizes or as a mesh with the axes `data` and `model`. Where they
             belong to several processes, each makes an engine like this one, and calls it alike.
         hosts: processes that make engines like this one, with or without a mesh over all of them: they agree on sizes
@@ -104,6 +111,9 @@ class InferenceEngine:
         donate_model: bool = False,
         scoring: bool = False,
         routing: bool = False,
+        constraints: bool = False,
+        logits_mod: LogitsFunction | None = None,
+        logits_mod_init: Any = None,
         mesh: MeshConfig | Mesh | None = None,
         hosts: Hosts | None = None,
     ):
@@ -127,8 +137,10 @@ class InferenceEngine:
             donate_model=donate_model,
             scoring=scoring,
             routing=routing,
+            constraints=constraints,
             score_mod=score_mod,
             mask_mod=mask_mod,
+            logits_mod=None if logits_mod is None else (logits_mod, logits_mod_init),
         )
         self._stats = Stats(
             pages_total=self.shapes.num_pages * backend.num_ranks,
@@ -142,7 +154,8 @@ class InferenceEngine:
         )
         self._rounds = RoundLoop(self.runner, self._scheduler, coordinator, self._stats, self.config.host_bytes)
         has_experts = types.config.experts is not None
-        self._intake = Intake(self.shapes, self.config, tokenizer, seed, has_experts=has_experts)
+        has = {"has_experts": has_experts, "has_logits_mod": logits_mod is not None}
+        self._intake = Intake(self.shapes, self.config, tokenizer, seed, **has)
         self._turns, self._submissions = Turns(), 0
         logger.info("engine: %s", self.describe())
 
@@ -315,6 +328,12 @@ class InferenceEngine:
             self._serve(states, update)
         return [state.prompt_scores.logprobs for state in states]
 
+    def compile_constraint(self, sampling: SamplingParams) -> None:
+        """Compile the constraint of `sampling` now, so that `submit` does not wait for it. Any thread may call this at
+        any time. Raises: ValueError for what cannot be applied."""
+        if sampling.is_constrained:
+            self._intake.constraints.compile(wanted(sampling))
+
     def _serve(self, requests: list[RequestState], on_update=None) -> None:
         if not requests:
             return
@@ -330,14 +349,7 @@ class InferenceEngine:
         """Compile what these need and has not been compiled yet: never for a request that was refused."""
         if not self.is_asleep:
             self.runner.check_weights()
-        changes: dict[str, Any] = {}
-        if self.shapes.scoring is None and any(request.wants_scores for request in requests):
-            changes["scoring"] = score_shapes(self.config, self.model)
-        if self.shapes.routing is None and any(request.params.return_routed_experts for request in requests):
-            changes["routing"] = routing_shapes(self.model.config)
-        max_beams = beams_for((request.params for request in requests), self.shapes)
-        if max_beams != self.shapes.max_beams:
-            changes["max_beams"] = max_beams
+        changes = needed_changes(requests, self.shapes, self.config, self.model)
         if self.is_asleep:
             check_nothing_to_compile(self.runner, changes)
             return

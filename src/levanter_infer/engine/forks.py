@@ -80,6 +80,11 @@ def _check_started(request: RequestState) -> None:
             f"request {request.id!r} has return_routed_experts, which are those of samples that go on by themselves; "
             "leave it out"
         )
+    if request.params.is_constrained:
+        raise ValueError(
+            f"request {request.id!r} is constrained (regex, json_schema, choice, grammar or a list of tokens), and "
+            "samples that go on from others take no constraint with them; leave it out"
+        )
     if request.params.num_beams > 1:
         raise ValueError(
             f"request {request.id!r} has num_beams={request.params.num_beams}: a beam search resamples its beams itself"

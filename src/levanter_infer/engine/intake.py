@@ -1,17 +1,20 @@
 """`Intake`: turns text and chats into token ids, and a `Request` into the `RequestState` that the engine serves."""
 
 import dataclasses
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 
 from levanter_infer.checkpoints.chat import CHAT_KEYS, check_chat_settings, check_template_kwargs
 from levanter_infer.decode.codes import DEFAULT_ROOT
-from levanter_infer.decode.shapes import Shapes
+from levanter_infer.decode.shapes import ConstraintShapes, Shapes
 from levanter_infer.engine.config import EngineConfig
-from levanter_infer.engine.params import brief, derive_seed
+from levanter_infer.engine.constraints import check_fits, constraint_shapes, wanted
+from levanter_infer.engine.params import SamplingParams, brief, derive_seed
 from levanter_infer.engine.request import Request
 from levanter_infer.engine.request_state import RequestState, SampleState
 from levanter_infer.engine.text import IncrementalDecoder, StopMatcher
 from levanter_infer.engine.validation import RequestLimits, sampling_of, validate, validate_id, validate_prompt_len
+from levanter_infer.structured.compiler import Constraint, ConstraintCompiler
 
 _CHAT_ONLY = {field.name: field.default for field in dataclasses.fields(Request) if field.name in CHAT_KEYS}
 """Fields of a request that only a chat may set, with their defaults."""
@@ -26,12 +29,19 @@ class Intake:
     Args:
         tokenizer: None: prompts are token ids, and there is no text.
         seed: of the engine; a request without a seed derives its own from this and its id.
+        has: further fields of `RequestLimits`, such as `has_experts`.
     """
 
-    def __init__(self, shapes: Shapes, config: EngineConfig, tokenizer, seed: int, *, has_experts: bool = False):
+    def __init__(self, shapes: Shapes, config: EngineConfig, tokenizer, seed: int, **has: bool):
         has_tokenizer = tokenizer is not None
-        self.limits = RequestLimits.of(shapes, config, has_tokenizer=has_tokenizer, has_experts=has_experts)
+        self.limits = RequestLimits.of(shapes, config, has_tokenizer=has_tokenizer, **has)
         self._tokenizer, self._seed = tokenizer, seed
+        end_ids = tuple(tokenizer.eos_token_ids) if has_tokenizer else ()
+        self.constraints = ConstraintCompiler(tokenizer, shapes.limits.vocab_size, end_ids)
+        """What compiles regexes, schemas, grammars and lists of tokens; any thread may use it."""
+        self._constraint_shapes: Callable[[], ConstraintShapes] = functools.cache(
+            lambda: constraint_shapes(config, shapes.limits.vocab_size)
+        )
         self._roots: dict[tuple[int, str | None], int] = {}
         self._num_own_roots = 0
         self.version = 0
@@ -52,6 +62,7 @@ class Intake:
         ids = self._token_ids(request, sampling_of(request).max_tokens)
         request = validate(dataclasses.replace(request, prompt_token_ids=ids), self.limits)
         params, ids = sampling_of(request), list(request.prompt_token_ids or ())
+        constraint = self._constraint(params)
         name = default_id if request.id is None else request.id
         state = RequestState(
             id=name,
@@ -64,16 +75,28 @@ class Intake:
             priority=request.priority,
             timeout_s=request.timeout_s,
             first_sample=request.first_sample,
+            automaton=constraint.automaton,
         )
         state.root = self.root(state)
         for index in range(params.num_sequences):
-            sample = SampleState(request=state, index=index)
+            guide = constraint.guide and constraint.guide.copy()
+            sample = SampleState(request=state, index=index, guide=guide)
             if self._tokenizer is not None:
                 sample.decoder = IncrementalDecoder(self._tokenizer)
                 if params.stop:
                     sample.matcher = StopMatcher(params.stop, min_tokens=params.min_tokens)
             state.sequences.append(sample)
         return state
+
+    def _constraint(self, params: SamplingParams) -> Constraint:
+        """What says which tokens may follow. Raises: ValueError for what cannot be applied."""
+        if not params.is_constrained:
+            return Constraint()
+        asked = wanted(params)
+        found = self.constraints.compile(asked)
+        names = ", ".join(name for name, value in asked._asdict().items() if value)
+        check_fits(found, self._constraint_shapes(), names)
+        return found
 
     def root(self, request: RequestState) -> int:
         """The root in the prefix table of a request that starts now: requests of one root share pages.

@@ -3,6 +3,7 @@
 import dataclasses
 import difflib
 import hashlib
+import json
 import logging
 import numbers
 import reprlib
@@ -21,8 +22,9 @@ _MAX_ENTRIES = 1_000_000
 _MAX_DIGITS = 20
 """Digits of a token id written as a string, at most."""
 _CLOSE = 0.75
-"""Similarity (difflib's ratio) of a suggestion, at least: `allowed_token_ids` is not `stop_token_ids` misspelt."""
-
+"""Similarity (difflib's ratio) of a suggestion, at least."""
+MAX_PATTERN_CHARS = 2**20
+"""Characters of a regex, schema, grammar or all choices, at most."""
 
 NAMES_ELSEWHERE = {
     **dict.fromkeys(
@@ -34,7 +36,13 @@ NAMES_ELSEWHERE = {
     **dict.fromkeys(("num_return_sequences", "num_samples", "num_generations"), "n"),
     **dict.fromkeys(("top_logprobs", "top_n", "top_n_tokens", "output_logprobs"), "logprobs"),
     **dict.fromkeys(("beam_width", "use_beam_search", "beam_size"), "num_beams"),
-    "bad_words": "logit_bias",
+    "guided_choice": "choice",
+    "guided_grammar": "grammar",
+    "guided_json": "json_schema",
+    "guided_regex": "regex",
+    "bad_words_ids": "bad_words",
+    "ebnf": "grammar",
+    "schema": "json_schema",
     "do_sample": "temperature",
     "enable_return_routed_experts": "return_routed_experts",
     "repeat_penalty": "repetition_penalty",
@@ -65,8 +73,8 @@ def check_names(
 class SamplingParams:
     """Sampling parameters of one request, given by name.
 
-    Order of processing: logit_bias; repetition, frequency and presence penalty; min_tokens; temperature; top_k, top_p
-    of what top_k leaves, min_p.
+    Order of processing: logit_bias; repetition, frequency and presence penalty; min_tokens; regex, json_schema, choice,
+    grammar, allowed_token_ids, bad_words; temperature; top_k, top_p of what top_k leaves, min_p.
 
     Raises: ValueError for a value of the wrong type or out of range; TypeError for an unknown name, with the nearest
         known one.
@@ -127,6 +135,21 @@ class SamplingParams:
     logit_bias: Mapping[int, float] | None = None
     """Added to the logits of these token ids. Ids may be decimal strings, as in JSON. Kept as a dict of int to
     float."""
+    regex: str | None = None
+    """A regular expression that the whole text matches, in the syntax of Python's `re`; one of these four at most.
+    The sample ends where the text is complete, or at max_tokens before."""
+    json_schema: Mapping | str | None = None
+    """A JSON schema, or its text, to which the text conforms. Properties come in the order of the schema; there are no
+    others unless `additionalProperties` says so. Kept as a dict."""
+    choice: Sequence[str] | None = None
+    """The text is one of these. Kept as a tuple."""
+    grammar: str | None = None
+    """A context-free grammar of the text: llguidance's Lark, or llama.cpp's GBNF. The host is asked for every token."""
+    allowed_token_ids: Sequence[int] | None = None
+    """Only these tokens are sampled, end-of-sequence tokens included. Kept as a sorted tuple."""
+    bad_words: Sequence[str | Sequence[int]] = ()
+    """Words that are not sampled, as text (with and without a space before it) or as token ids. Kept as a tuple of
+    strings and tuples."""
 
     def __new__(cls, *args, **kwargs):
         if args:
@@ -195,9 +218,21 @@ class SamplingParams:
         object.__setattr__(self, "stop", _stop_strings(self.stop))
         object.__setattr__(self, "stop_token_ids", _stop_sequences(self.stop_token_ids))
         object.__setattr__(self, "logit_bias", _bias(self.logit_bias))
+        for name in ("regex", "grammar"):
+            _check_pattern(name, getattr(self, name))
+        object.__setattr__(self, "json_schema", _schema(self.json_schema))
+        object.__setattr__(self, "choice", _choice(self.choice))
+        object.__setattr__(self, "allowed_token_ids", _allowed(self.allowed_token_ids))
+        object.__setattr__(self, "bad_words", _bad_words(self.bad_words))
+        _check_constraints(self)
         _check_beams(self)
         if self.max_tokens == 0 and self.num_sequences > 1:
             raise ValueError("max_tokens=0 generates nothing to choose from; leave out n and best_of")
+
+    @property
+    def is_constrained(self) -> bool:
+        """Whether the tokens that may follow depend on what has been sampled, or are listed."""
+        return bool(self.bad_words) or any(getattr(self, name) is not None for name in (*_OF_TEXT, "allowed_token_ids"))
 
     @property
     def num_sequences(self) -> int:
@@ -232,6 +267,80 @@ class SamplingParams:
         return cls(**values)  # type: ignore[arg-type]
 
 
+_OF_TEXT = ("regex", "json_schema", "choice", "grammar")
+
+
+def _check_constraints(params: SamplingParams) -> None:
+    """Raises: ValueError for parameters that contradict a constraint on the text."""
+    given = [name for name in _OF_TEXT if getattr(params, name) is not None]
+    if len(given) > 1:
+        raise ValueError(f"{given[0]} and {given[1]}: a request has one constraint on its text; leave one out")
+    for name in given:
+        if params.ignore_eos:
+            raise ValueError(f"ignore_eos with {name}: the sample ends where its text is complete; leave it out")
+        if params.min_tokens:
+            raise ValueError(
+                f"min_tokens={params.min_tokens} with {name}: the sample ends where its text is complete; say its "
+                f"length in {name}"
+            )
+
+
+def _check_pattern(name: str, given: object) -> None:
+    if given is not None and not (isinstance(given, str) and 0 < len(given) <= MAX_PATTERN_CHARS):
+        raise ValueError(f"{name}={brief(given)}: expected a string of 1 to {MAX_PATTERN_CHARS} characters")
+
+
+def _schema(given: object) -> dict | bool | None:
+    if given is None:
+        return None
+    what = "a JSON schema, as a mapping or its text"
+    try:
+        text = given if isinstance(given, str) else json.dumps(given)
+        schema = json.loads(text) if len(text) <= MAX_PATTERN_CHARS else None
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"json_schema={brief(given)}: expected {what}; {brief(str(error))}") from None
+    if not isinstance(schema, dict | bool) or isinstance(given, bytes):
+        raise ValueError(f"json_schema={brief(given)}: expected {what}, of up to {MAX_PATTERN_CHARS} characters")
+    return schema
+
+
+def _choice(given: object) -> tuple[str, ...] | None:
+    if given is None:
+        return None
+    entries = _entries("choice", given, "a list of strings")
+    for i, entry in enumerate(entries):
+        if not isinstance(entry, str) or not entry:
+            raise ValueError(f"choice[{i}]={brief(entry)}: expected a string of at least one character")
+    if not entries or sum(map(len, entries)) > MAX_PATTERN_CHARS:
+        raise ValueError(f"choice={brief(given)}: expected 1 string or more, of up to {MAX_PATTERN_CHARS} characters")
+    return tuple(dict.fromkeys(entries))
+
+
+def _allowed(given: object) -> tuple[int, ...] | None:
+    if given is None:
+        return None
+    entries = _entries("allowed_token_ids", given, "a list of token ids")
+    for i, entry in enumerate(entries):
+        if not (_is_int(entry) and 0 <= entry <= _MAX_INT):
+            raise ValueError(f"allowed_token_ids[{i}]={brief(entry)}: expected a token id")
+    if not entries:
+        raise ValueError("allowed_token_ids is empty, so that nothing could be sampled; name a token, or leave it out")
+    return tuple(sorted({int(entry) for entry in entries}))
+
+
+def _bad_words(given: object) -> tuple[str | tuple[int, ...], ...]:
+    result: list[str | tuple[int, ...]] = []
+    for i, entry in enumerate(_entries("bad_words", given, "a list of strings or lists of token ids")):
+        if isinstance(entry, str) and entry.strip(" "):
+            result.append(entry)
+            continue
+        ids = () if isinstance(entry, str) else _entries(f"bad_words[{i}]", entry, "a string or a list of token ids")
+        if not ids or not all(_is_int(token) and 0 <= token <= _MAX_INT for token in ids):
+            raise ValueError(f"bad_words[{i}]={brief(entry)}: expected a word, or a list of at least one token id")
+        result.append(tuple(int(token) for token in ids))
+    return tuple(dict.fromkeys(result))
+
+
 def _check_beams(params: SamplingParams) -> None:
     """Raises: ValueError for parameters that contradict a beam search, or need one."""
     defaults = {field.name: field.default for field in dataclasses.fields(params)}
@@ -258,6 +367,10 @@ def _check_beams(params: SamplingParams) -> None:
         raise ValueError(f"stop_token_ids with {search}: only single tokens end a hypothesis; give token ids")
     if params.prompt_logprobs is not None:
         raise ValueError(f"prompt_logprobs with {search}: ask for them in a request without a search")
+    if params.is_constrained:
+        names = (*_OF_TEXT, "allowed_token_ids", "bad_words")
+        name = next(name for name in names if getattr(params, name))
+        raise ValueError(f"{name} with {search}: a search applies no constraint; sample, or leave it out")
     if params.return_routed_experts:
         raise ValueError(f"return_routed_experts with {search}: ask for them in a request without a search")
     if params.logprobs:

@@ -197,6 +197,11 @@ def _refuse_what_needs_a_host(params: SamplingParams, config: EngineConfig) -> N
         raise ValueError("stop strings need a host; use stop_token_ids, or InferenceEngine")
     if params.prompt_logprobs is not None:
         raise ValueError("prompt_logprobs come from InferenceEngine only; leave it out, or use InferenceEngine.score")
+    if params.is_constrained:
+        raise ValueError(
+            "regex, json_schema, choice, grammar, allowed_token_ids and bad_words are for InferenceEngine; leave them "
+            "out"
+        )
     if params.return_routed_experts:
         raise ValueError("return_routed_experts is for InferenceEngine; leave it out here")
     if config.preempt == PreemptionPolicy.OFFLOAD:

@@ -11,6 +11,8 @@ from levanter_infer.engine.params import SamplingParams, stop_sequences
 from levanter_infer.engine.request import Completion, RequestOutput
 from levanter_infer.engine.text import IncrementalDecoder, StopMatcher
 from levanter_infer.policies import FinishReason
+from levanter_infer.structured.automaton import TokenAutomaton
+from levanter_infer.structured.guide import Guide
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,6 +49,8 @@ class SampleState:
     """Version of the weights for each token."""
     finish_reason: str | None = None
     """Set once the result is known; the slot may be free only later."""
+    guide: Guide | None = None
+    """What says which tokens may follow, where the host does."""
     stop_reason: str | int | tuple[int, ...] | None = None
     decoder: IncrementalDecoder | None = None
     matcher: StopMatcher | None = None
@@ -63,6 +67,8 @@ class SampleState:
         if self.request.grown is not None:
             self.request.grown.add(self)
         count, wanted = self._extend_tokens(tokens.tolist()), self.request.params.logprobs
+        if self.guide is not None:
+            self.guide.extend(self.token_ids[-count:] if count else [])
         self.logprobs += logprobs[:count].tolist()
         self.processed_logprobs += processed[:count].tolist()
         self.versions += versions[:count]
@@ -185,6 +191,8 @@ class RequestState:
     """Root in the prefix table, for salt and version of the weights: requests of one root share pages."""
     priority: int = 0
     """Smallest first."""
+    automaton: TokenAutomaton | None = None
+    """What says which tokens may follow, where the device does."""
     timeout_s: float | None = None
     """Seconds from submission to its deadline."""
     sequences: list[SampleState] = dataclasses.field(default_factory=list)
@@ -212,6 +220,11 @@ class RequestState:
         if self.params.best_of is None:
             return completions[: self.params.n] if self.params.num_beams > 1 else completions
         return sorted(completions, key=_mean_logprob, reverse=True)[: self.params.n]
+
+    @property
+    def is_guided(self) -> bool:
+        """Whether the host says which tokens may follow, before every step."""
+        return any(sample.guide is not None for sample in self.sequences)
 
     @property
     def is_done(self) -> bool:

@@ -105,6 +105,8 @@ class RoundLoop:
         terms = self._agree(max_steps)
         with self._all_or_nothing():
             self._known = self._scheduler.expire(terms.now) + self._known + self._move_pages()
+            if self._scheduler.is_guided:  # what may follow depends on the tokens of the round in flight
+                self._known += self._read_in_flight()
             self.in_flight, newly_known = self.advance(self.in_flight, terms.max_steps)
         known, self._known = self._known, []
         return known + newly_known
@@ -135,6 +137,7 @@ class RoundLoop:
         with_prompts = self._scheduler.has_prompts
         fields = self._scheduler.next_admission(self._rounds, max_steps).arrays() | self.offload.terms()
         self.coordinator.on_input(fields)
+        self._load_constraints()
         admission = self._runner.upload(fields)
         started = time.perf_counter()
         outputs = self._runner.run(admission)
@@ -150,6 +153,19 @@ class RoundLoop:
         self._rounds += 1
         self._stats.on_time(launch=launched.launch_s)
         return launched
+
+    def _load_constraints(self) -> None:
+        """Bring the automata of admitted samples to the device, and the masks of those that the host guides."""
+        for resident in self._scheduler.automata.pop_loads():
+            self._runner.load_automaton(resident)
+        stale = self._scheduler.stale_guides() if self._scheduler.is_guided else []
+        masks = []
+        for sample in stale:
+            assert sample.guide is not None and sample.slot is not None
+            masks.append((sample.request.rank or 0, sample.slot, sample.guide.allowed()))
+            sample.guide.is_stale = False
+        if masks:
+            self._runner.load_masks(masks)
 
     def read(self, launched: Launched | None) -> list[SampleState]:
         """Wait for a round and take what it has brought; returns the samples whose result became known."""

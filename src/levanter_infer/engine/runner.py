@@ -19,6 +19,7 @@ import numpy as np
 from levanter_infer.checkpoints.load import StoredModel
 from levanter_infer.decode.admission import Admission
 from levanter_infer.decode.beam_table import BeamParams, Hypotheses
+from levanter_infer.decode.constraints import ConstraintLoad, ConstraintParams
 from levanter_infer.decode.kv_offload import HostTerms
 from levanter_infer.decode.outputs import RoundOutputs
 from levanter_infer.decode.programs import Program, ProgramOptions, Programs
@@ -29,6 +30,7 @@ from levanter_infer.decode.state import GenState
 from levanter_infer.engine.admission import nothing_to_admit
 from levanter_infer.engine.backend_choice import BackendChoice
 from levanter_infer.engine.config import EngineConfig
+from levanter_infer.engine.constraints import Resident, constraint_shapes, loads_of, mask_load, nothing_to_load
 from levanter_infer.engine.routes import routing_shapes
 from levanter_infer.engine.scoring import score_shapes
 from levanter_infer.engine.sizes import kv_dtype, resolve_shapes, window_shapes
@@ -41,6 +43,7 @@ from levanter_infer.runtime.garbage_collection import gc_disabled
 from levanter_infer.runtime.hosts import Hosts, agree, agree_min
 from levanter_infer.runtime.memory import return_free_memory
 from levanter_infer.runtime.progress import stage
+from levanter_infer.structured.automaton import packed
 
 logger = logging.getLogger(__name__)
 
@@ -60,6 +63,8 @@ class Runner:
         donate_model: the arrays of the model may be deleted as the runner lays out its own.
         scoring: compile for prompt logprobs at once.
         routing: compile for routed experts at once.
+        constraints: compile for structured output at once.
+        logits_mod: as of `ProgramOptions`.
     Raises: ValueError as `shapes_for` and `programs_for`.
     """
 
@@ -74,8 +79,10 @@ class Runner:
         donate_model: bool = False,
         scoring: bool = False,
         routing: bool = False,
+        constraints: bool = False,
         score_mod=None,
         mask_mod=None,
+        logits_mod=None,
     ):
         self.backend, self._config, self._hosts = backend, config, hosts
         stored = model if isinstance(model, StoredModel) else None
@@ -84,9 +91,14 @@ class Runner:
         shapes = shapes_for(
             config, types, backend, num_eos=num_eos, is_loaded=stored is None, scoring=scoring, routing=routing
         )
+        if constraints:
+            sizes = constraint_shapes(config, shapes.limits.vocab_size)
+            shapes = dataclasses.replace(shapes, constraints=sizes)
         self.shapes = self._agreed(shapes, types.config)
         attention = backend.attention_spec(self.shapes, score_mod, mask_mod)
-        self.programs = programs_for(config, types, backend, self.shapes, attention, fingerprints=hosts is not None)
+        self.programs = programs_for(
+            config, types, backend, self.shapes, attention, fingerprints=hosts is not None, logits_mod=logits_mod
+        )
         self._enter_nothing(backend.put(empty_admission(self.shapes, self.num_ranks)))
         self.compile_s, self.is_warm = 0.0, False
         if stored is not None:
@@ -332,6 +344,35 @@ class Runner:
         calls = [jax.device_get(self.programs.found(self.state, self.backend.put(slots))) for slots in of_calls]
         return jax.tree.map(lambda *results: gather.rows(results), *calls)
 
+    # Constraints, between launches
+
+    def load_automaton(self, resident: Resident) -> None:
+        """Bring an automaton into the tables of all ranks."""
+        for fields in loads_of(resident, self._nothing_to_load()):
+            self._load(jax.tree.map(lambda leaf: np.stack([leaf] * self.num_ranks), fields))
+
+    def load_masks(self, masks: Sequence[tuple[int, int, np.ndarray]]) -> None:
+        """Bring the masks of slots to their ranks. Args: masks: rank, slot and bool[vocab] of each."""
+        nothing, of_ranks = self._nothing_to_load(), [[] for _ in range(self.num_ranks)]
+        size = len(nothing["masks"])
+        for rank, slot, allowed in masks:
+            of_ranks[rank].append((slot, packed(allowed[None])[0]))
+        for begin in range(0, max(map(len, of_ranks)), size):
+            loads = []
+            for own in (each[begin : begin + size] for each in of_ranks):
+                words = np.stack([mask for _, mask in own]) if own else nothing["masks"][:0]
+                places = np.array([slot for slot, _ in own], np.int32)
+                loads.append({**nothing, **mask_load(nothing, words, places)})
+            self._load(jax.tree.map(lambda *leaves: np.stack(leaves), *loads))
+
+    def _nothing_to_load(self) -> dict[str, Any]:
+        assert self.shapes.constraints is not None
+        return nothing_to_load(self.shapes.constraints, self.shapes.limits.vocab_size, self.shapes.num_slots)
+
+    def _load(self, fields: dict[str, Any]) -> None:
+        load = self._put(ConstraintLoad(**fields))
+        self._replace_decode(self.programs.load_constraints(self.state.decode, load))
+
     # KV offload, between launches and with none in flight
 
     def table_snapshot(self) -> dict[str, Any]:
@@ -440,7 +481,7 @@ def is_idle(fields: Mapping[str, Any]) -> bool:
 def empty_admission(shapes: Shapes, num_ranks: int = 1) -> Admission:
     """An admission that admits nothing, in NumPy; its arrays stand in for those that a round does not upload."""
     fields = admission_fields(nothing_to_admit(shapes, num_ranks), shapes.limits, num_ranks)
-    return Admission(**{"beams": None, "host": host_terms() if shapes.offload else None, **fields})
+    return Admission(**{"beams": None, "constraints": None, "host": host_terms() if shapes.offload else None, **fields})
 
 
 def admission_fields(fields: Mapping[str, Any], limits: SamplingLimits, num_ranks: int) -> dict[str, Any]:
@@ -450,6 +491,8 @@ def admission_fields(fields: Mapping[str, Any], limits: SamplingLimits, num_rank
         found["sampling"] = SamplingTable(**found["sampling"], limits=limits)
     if "beams" in found:
         found["beams"] = BeamParams(**found["beams"])
+    if "constraints" in found:
+        found["constraints"] = ConstraintParams(**found["constraints"])
     return found
 
 
@@ -505,8 +548,9 @@ def programs_for(
     attention: AttentionSpec,
     *,
     fingerprints: bool = False,
+    logits_mod=None,
 ) -> Programs:
-    """The programs of an engine. Args: types: as of `shapes_for`; fingerprints: as of `ProgramOptions`.
+    """The programs of an engine. Args: types: as of `shapes_for`; fingerprints, logits_mod: as of `ProgramOptions`.
     Raises: ValueError for `tiles` that no kernel can have."""
     dtype = kv_dtype(config, types)
     check_given_tiles(config.tiles, types.config, backend.layout, page_size=shapes.page_size, kv_dtype=dtype)
@@ -519,6 +563,7 @@ def programs_for(
         required_options=backend.required_options,
         on_recompile=logger.warning if config.recompilation == Recompilation.WARN else None,
         fingerprints=fingerprints,
+        logits_mod=logits_mod,
     )
     return Programs(types, shapes, options)
 

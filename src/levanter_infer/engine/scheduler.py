@@ -22,6 +22,7 @@ import numpy as np
 from levanter_infer.decode.codes import ABORT, ERROR, FINISHED, LENGTH, STOP
 from levanter_infer.decode.shapes import Shapes
 from levanter_infer.engine.admission import HostAdmission
+from levanter_infer.engine.constraints import AutomatonTable
 from levanter_infer.engine.request_state import RequestState, SampleState
 from levanter_infer.engine.round_length import RoundLengthController
 from levanter_infer.engine.routing import expected_tokens, route
@@ -79,8 +80,7 @@ class Scheduler:
         *,
         max_round_seconds: float = 0.5,
     ):
-        self.shapes = shapes
-        """May be replaced between rounds by one that adds tables."""
+        self._shapes = shapes
         self._eos, self._num_ranks = eos_token_ids, num_ranks
         self.round_length = RoundLengthController(shapes.max_round_steps, max_round_seconds)
         self._forget_all()
@@ -93,6 +93,7 @@ class Scheduler:
         Requests that are submitted together are routed together, which balances ranks better than one by one.
         """
         self._route([request for request in requests if request.rank is None])
+        self._guided |= {request for request in requests if request.is_guided}
         for request in requests:
             request.scheduler = self
             self.slots_of(request).queue.push(request)
@@ -131,8 +132,21 @@ class Scheduler:
                     sample.finish_reason = FinishReason.ABORT
         self._forget_all()
 
+    @property
+    def shapes(self) -> Shapes:
+        """Sizes of the tables; may be replaced between rounds by those with further tables."""
+        return self._shapes
+
+    @shapes.setter
+    def shapes(self, shapes: Shapes) -> None:
+        self._shapes, self.automata.shapes = shapes, shapes.constraints
+
     def _forget_all(self) -> None:
-        self._ranks = [RankSlots(rank, self.shapes.num_slots) for rank in range(self._num_ranks)]
+        num_slots = self._shapes.num_slots
+        self.automata = AutomatonTable(self._shapes.constraints, num_slots)
+        """The automata in the device's tables."""
+        self._guided: set[RequestState] = set()
+        self._ranks = [RankSlots(rank, num_slots, self.automata) for rank in range(self._num_ranks)]
         self._routed: list[RequestState] = []
         self._deadlines: list[tuple[float, int, RequestState]] = []  # a heap
         self._num_deadlines = 0
@@ -156,7 +170,7 @@ class Scheduler:
 
     def steps(self, wanted: int | None = None) -> int:
         """Steps of the next round, at most `wanted`. Raises: ValueError for other than a positive whole number."""
-        return self.round_length.steps(self.has_prompts, wanted)
+        return self.round_length.steps(self.has_prompts, 1 if self.is_guided else wanted)
 
     def next_admission(self, round_id: int, max_steps: int) -> HostAdmission:
         """The requests that the next round admits and cancels; those that it admits have their slots then.
@@ -257,6 +271,18 @@ class Scheduler:
         return any(rank.queue or any(not s.token_ids for s in rank.active.values()) for rank in self._ranks)
 
     @property
+    def is_guided(self) -> bool:
+        """Whether the host says which tokens may follow in some sample, so that a round has one step."""
+        self._guided = {request for request in self._guided if not request.is_done}
+        return bool(self._guided)
+
+    def stale_guides(self) -> list[SampleState]:
+        """Samples with slots whose guide knows of tokens that the device's mask does not; it is to get their masks."""
+        samples = [sample for request in self._guided for sample in request.sequences]
+        running = [s for s in samples if s.slot is not None and s.finish_reason is None]
+        return [sample for sample in running if sample.guide is not None and sample.guide.is_stale]
+
+    @property
     def active(self) -> list[SampleState]:
         """Samples that have a slot."""
         return [sample for rank in self._ranks for sample in rank.active.values()]
@@ -287,8 +313,9 @@ class RankSlots:
     device it may be empty one round earlier; until then another sample that waits there runs in its stead.
     """
 
-    def __init__(self, index: int, num_slots: int):
+    def __init__(self, index: int, num_slots: int, automata: AutomatonTable | None = None):
         self.index, self.num_slots = index, num_slots
+        self._automata = AutomatonTable(None, num_slots) if automata is None else automata
         self.admits = True
         self.queue = RequestQueue()
         self.active: dict[int, SampleState] = {}
@@ -326,6 +353,8 @@ class RankSlots:
         assert self._arrivals <= _MAX_ARRIVAL, "arrivals are numbered from 0 again when no sample is active"
         sample.slot, sample.arrival = self._free.popleft(), self._arrivals
         self.active[sample.slot] = sample
+        if sample.request.automaton is not None:
+            self._automata.hold(sample.request.automaton)
 
     def cancel_slot(self, sample: SampleState) -> None:
         """Stop computing a sample whose result is known."""
@@ -354,6 +383,8 @@ class RankSlots:
             self._scored.append((sample.request, sample.slot))
         if sample.awaits_routes:
             self._recorded.append((sample, sample.slot))
+        if sample.request.automaton is not None:
+            self._automata.release(sample.request.automaton)
         del self.active[sample.slot]
         self._cancelled.discard(sample.slot)
         self._free.append(sample.slot)
@@ -383,12 +414,14 @@ class RankSlots:
                 leader.first_round = round_id
             prompt_len = len(self._loading.prompt_token_ids)
             length = min(capacity, prompt_len - leader.uploaded)
-            admission.add(self.index, leader, leader.uploaded, length, eos_token_ids)
+            automaton = self._loading.automaton
+            number = None if automaton is None else self._automata.number(automaton)
+            admission.add(self.index, leader, leader.uploaded, length, eos_token_ids, number)
             leader.uploaded += length
             if leader.uploaded == prompt_len:
                 for sample in others:
                     sample.first_round = round_id
-                    admission.add(self.index, sample, 0, 0, eos_token_ids)
+                    admission.add(self.index, sample, 0, 0, eos_token_ids, number)
                 self._loading = None
         if self._cancelled:
             admission.cancel(self.index, self._cancelled)
@@ -398,18 +431,24 @@ class RankSlots:
     def _start_next(self) -> RequestState | None:
         """Assign slots to the request that waits first, if there are enough; else None."""
         first = self.first_waiting
-        if first is None or len(self._free) < len(first.sequences):
+        if first is None or len(self._free) < len(first.sequences) or not self._fits(first):
             return None
         request = self.queue.pop()
         for sample in request.sequences:
             self.assign_slot(sample)
         return request
 
+    def _fits(self, request: RequestState) -> bool:
+        """Whether the tables of automata hold the one of a request, from now on."""
+        return request.automaton is None or self._automata.enter(request.automaton) is not None
+
     def _min_free_slots(self) -> int:
         if self._loading is not None:
             return 0
         first = self.first_waiting
-        return self.num_slots + 1 if first is None else len(first.sequences)
+        if first is None or not self._fits(first):  # a slot would not suffice: the round goes on
+            return self.num_slots + 1
+        return len(first.sequences)
 
     # Outputs
 

@@ -41,20 +41,18 @@ class RequestLimits:
     """Entries of `stop_token_ids` and of `stop`, without end-of-sequence ids."""
     has_tokenizer: bool = False
     has_experts: bool = False
+    has_logits_mod: bool = False
 
     @classmethod
-    def of(
-        cls, shapes: Shapes, config: "EngineConfig", *, has_tokenizer: bool = False, has_experts: bool = False
-    ) -> "RequestLimits":
-        """The limits of an engine with this configuration and the sizes that followed from it."""
+    def of(cls, shapes: Shapes, config: "EngineConfig", **has: bool) -> "RequestLimits":
+        """The limits of an engine with this configuration and the sizes that followed from it. Args: has: fields."""
         sizes = ("max_seqs", "num_slots", "max_seq_len", "num_pages", "page_size")
         options = ("max_logprobs", "max_prompt_logprobs", "max_logit_bias", "max_stop_sequences")
         return cls(
             vocab_size=shapes.limits.vocab_size,
             **{name: getattr(shapes, name) for name in sizes},
             **{name: getattr(config, name) for name in options},
-            has_tokenizer=has_tokenizer,
-            has_experts=has_experts,
+            **has,
         )
 
     def max_len(self, prompt_len: int, max_tokens: int) -> int:
@@ -145,6 +143,9 @@ def validate_sampling(params: SamplingParams, limits: RequestLimits) -> None:
             )
         _check_vocabulary(f"stop_token_ids[{i}]", sequence, limits.vocab_size)
     _check_vocabulary("logit_bias", params.logit_bias or (), limits.vocab_size)
+    _check_vocabulary("allowed_token_ids", params.allowed_token_ids or (), limits.vocab_size)
+    if limits.has_logits_mod and params.num_beams > 1:
+        raise ValueError(f"num_beams={params.num_beams}: a search does not apply the engine's logits_mod; sample")
     if params.return_routed_experts and not limits.has_experts:
         raise ValueError("return_routed_experts: the model has no experts; leave it out")
 

@@ -29,8 +29,11 @@ _SAME = (
 )
 """Parameters with the same name and meaning here; the second line has those that other servers have added."""
 _OWN = {
-    "messages": ("max_tokens", "max_completion_tokens", "logprobs", "top_logprobs", "tool_choice", *CHAT_KEYS),
-    "prompt": ("max_tokens", "logprobs", "best_of"),
+    "messages": (
+        *("max_tokens", "max_completion_tokens", "logprobs", "top_logprobs", "tool_choice", "response_format"),
+        *CHAT_KEYS,
+    ),
+    "prompt": ("max_tokens", "logprobs", "best_of", "response_format"),
 }
 _NO_EFFECT = (
     *("user", "metadata", "store", "service_tier", "stream_options", "parallel_tool_calls"),
@@ -39,7 +42,6 @@ _NO_EFFECT = (
 """Parameters without effect on the tokens and log probabilities of an answer."""
 _ONLY: dict[str, tuple[Any, ...]] = {
     "stream": (False,),
-    "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "echo": (False,),
     "suffix": ("",),
@@ -92,6 +94,7 @@ def body_row(
     row = {key: given[key] for key in own if key in ROW_POLICIES and key in given}
     same = [*_SAME, *(key for key in own if key not in ROW_POLICIES)]
     sampling = {key: given[key] for key in same if key in given} | _own_parameters(given, kind)
+    sampling |= _schema_of(given)
     if kind == "prompt":
         return {"id": name, "sampling": sampling} | row | _prompt(given.get(kind))
     return {"id": name, kind: _messages(given.get(kind)), "sampling": sampling} | row | _chat_keys(given)
@@ -157,6 +160,33 @@ def _own_parameters(body: Mapping[str, Any], kind: str) -> dict[str, Any]:
     if body.get("top_logprobs") and not wanted:
         raise ValueError("body.top_logprobs without body.logprobs; set logprobs to true")
     return values | ({"logprobs": body.get("top_logprobs", 0)} if wanted else {})
+
+
+def _schema_of(body: Mapping[str, Any]) -> dict[str, Any]:
+    """The constraint that `response_format` stands for, as a sampling parameter."""
+    asked = body.get("response_format")
+    if asked is None:
+        return {}
+    expected = (
+        'expected {"type": "text"}, {"type": "json_object"} or {"type": "json_schema", "json_schema": {"name": …, '
+        '"schema": {…}}}'
+    )
+    kind = asked.get("type") if isinstance(asked, Mapping) else None
+    if kind in ("text", "json_object") and set(asked) == {"type"}:
+        found = {} if kind == "text" else {"json_schema": {"type": "object"}}
+    elif kind == "json_schema" and set(asked) == {"type", "json_schema"} and _is_named_schema(asked["json_schema"]):
+        found = {"json_schema": asked["json_schema"]["schema"]}
+    else:
+        raise ValueError(f"body.response_format is {brief(asked)}; {expected}")
+    if found and body.get("json_schema") is not None:
+        raise ValueError("body.response_format and body.json_schema are both given; leave one out")
+    return found
+
+
+def _is_named_schema(value: Any) -> bool:
+    """Whether a value is what OpenAI calls a JSON schema: one with a name. `strict` makes no difference: it holds."""
+    known = {"name", "schema", "strict", "description"}
+    return isinstance(value, Mapping) and set(value) <= known and isinstance(value.get("schema"), Mapping | bool)
 
 
 # Results

@@ -12,6 +12,7 @@ from levanter_infer.serve.calls import CALL_KEYS, OWN
 _NULL: dict[str, Any] = {"type": "null"}
 _IDS: dict[str, Any] = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
 _TYPES: dict[str, dict[str, Any]] = {
+    "str": {"type": "string"},
     "int": {"type": "integer"},
     "float": {"type": "number"},
     "bool": {"type": "boolean"},
@@ -39,6 +40,18 @@ _SCHEMAS: dict[str, Any] = {
     "stop_token_ids": {"type": "array", "items": {"anyOf": [{"type": "integer"}, _IDS]}},
     "logit_bias": {"type": "object", "additionalProperties": {"type": "number"}},
     "early_stopping": {"anyOf": [{"type": "boolean"}, {"const": "never"}]},
+    "json_schema": {"type": ["object", "boolean", "string"]},
+    "choice": {"type": "array", "items": {"type": "string", "minLength": 1}, "minItems": 1},
+    "allowed_token_ids": _IDS,
+    "bad_words": {"type": "array", "items": {"anyOf": [{"type": "string", "minLength": 1}, _IDS]}},
+    "response_format": {
+        "type": "object",
+        "required": ["type"],
+        "properties": {
+            "type": {"enum": ["text", "json_object", "json_schema"]},
+            "json_schema": {"type": "object", "required": ["schema"]},
+        },
+    },
     "cache_salt": {"type": "string"},
     "priority": {"type": "integer"},
     "timeout_s": {"type": "number"},

@@ -1,0 +1,319 @@
+"""`TokenAutomaton`: which tokens may follow, as a finite automaton over token ids.
+
+A constraint on the text of a sample (a regex, a schema, a list of choices) is a finite automaton over bytes; tokens are
+strings of bytes, so it is one over tokens too (Willard and Louf, "Efficient Guided Generation for Large Language
+Models", arXiv:2307.09702). Constraints on tokens (`allowed_token_ids`, `bad_words`) are automata of the same kind, and
+the product of two is both at once.
+
+Tokens with the same transitions in all states form a class, so that the table has states x classes entries.
+"""
+
+import collections
+import dataclasses
+import functools
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+MAX_STATES = 2**15 - 1
+"""States of one automaton, at most: they are numbered in 16 bits."""
+MAX_CLASSES = 2**16
+"""Classes of tokens of one automaton, at most."""
+MASK_LANES = 128
+"""A mask has a multiple of so many words: TPUs store as many side by side."""
+_WORD = 32
+_CHUNK_ENTRIES, _MAX_ENTRIES = 2**22, 2**28
+"""Entries of the table of states and spellings that are computed together, and that there are at most."""
+
+
+class ConstraintError(ValueError):
+    """A constraint that cannot be applied; the message says what was got and what to do."""
+
+
+class TooManyStates(ConstraintError):
+    """The automaton of a constraint has more states than there are numbers for."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class TokenAutomaton:
+    """The tokens that may follow in each state, and the state that each leads to. Samples begin in state 0."""
+
+    next: np.ndarray
+    """i16[state, class]: the next state; -1 where the tokens of the class may not follow."""
+    class_of: np.ndarray
+    """u16[vocab]: the class of each token."""
+    end: int | None = None
+    """The state after a sample has ended; None: it may go on for ever."""
+
+    @property
+    def num_states(self) -> int:
+        """States."""
+        return self.next.shape[0]
+
+    @property
+    def num_classes(self) -> int:
+        """Classes of tokens."""
+        return self.next.shape[1]
+
+    def step(self, state: int, token: int) -> int:
+        """The state after `token`; -1 if it may not follow."""
+        return int(self.next[state, self.class_of[token]])
+
+    def allowed(self, state: int) -> np.ndarray:
+        """bool[vocab], the tokens that may follow."""
+        return self.next[state, self.class_of] >= 0
+
+    @functools.cached_property
+    def _patterns(self) -> tuple[np.ndarray, np.ndarray]:
+        """The distinct rows of `next >= 0`, bool[mask, class], and which one each state has, i32[state]."""
+        patterns, mask_of = np.unique(self.next >= 0, axis=0, return_inverse=True)
+        return patterns, mask_of.reshape(-1).astype(np.int32)
+
+    @property
+    def num_masks(self) -> int:
+        """Distinct sets of tokens that may follow."""
+        return len(self._patterns[0])
+
+    @property
+    def mask_of(self) -> np.ndarray:
+        """i32[state]: the row of `masks` of each state."""
+        return self._patterns[1]
+
+    @functools.cached_property
+    def masks(self) -> np.ndarray:
+        """u32[mask, word] of `packed`: the distinct sets of tokens that may follow."""
+        return np.concatenate([packed(pattern[self.class_of][None]) for pattern in self._patterns[0]])
+
+
+def mask_words(vocab_size: int) -> int:
+    """Words of a mask over so many tokens."""
+    return -(-vocab_size // (_WORD * MASK_LANES)) * MASK_LANES
+
+
+def packed(allowed: np.ndarray) -> np.ndarray:
+    """bool[mask, vocab] as bits, u32[mask, word]. Bit b of word w is token b * words + w, so that all tokens of one bit
+    lie side by side: unpacking moves no data."""
+    words = mask_words(allowed.shape[1])
+    padded = np.zeros((len(allowed), _WORD * words), bool)
+    padded[:, : allowed.shape[1]] = allowed
+    of_bits = padded.reshape(len(allowed), _WORD, words).transpose(0, 2, 1)
+    bits = np.packbits(of_bits, axis=2, bitorder="little")
+    return np.ascontiguousarray(bits).view("<u4")[:, :, 0]
+
+
+def from_table(table: np.ndarray, class_of: np.ndarray, end: int | None = None) -> TokenAutomaton:
+    """The automaton of a table [state, class], which begins in state 0: without states that are never reached or lead
+    nowhere, and with tokens of equal columns in one class.
+
+    Args:
+        class_of: the column of each token.
+        end: the state after a sample has ended. Every state leads there; None: samples go on for ever.
+    Raises: ConstraintError if no text is left; TooManyStates.
+    """
+    columns, merged = np.unique(table, axis=1, return_inverse=True)
+    class_of = merged.reshape(-1)[class_of]
+    alive = _leading_to(columns, end) if end is not None else _going_on(columns)
+    if not alive[0]:
+        raise ConstraintError("no text of this vocabulary satisfies it")
+    table = np.where((columns >= 0) & alive[columns], columns, -1)
+    reached = np.zeros(len(table), bool)
+    frontier = np.array([0])
+    while len(frontier):
+        reached[frontier] = True
+        found = np.unique(table[frontier])
+        found = found[found >= 0]
+        frontier = found[~reached[found]]
+    if reached.sum() > MAX_STATES:
+        raise TooManyStates(f"it has {int(reached.sum())} states over this vocabulary; at most {MAX_STATES} fit")
+    number = np.append(np.where(reached, np.cumsum(reached) - 1, -1), -1).astype(np.int16)  # the last one is for -1
+    columns, merged = np.unique(number[table[reached]], axis=1, return_inverse=True)
+    if columns.shape[1] > MAX_CLASSES:
+        raise TooManyStates(f"it tells {columns.shape[1]} classes of tokens apart; at most {MAX_CLASSES} fit")
+    return TokenAutomaton(
+        next=np.ascontiguousarray(columns),
+        class_of=merged.reshape(-1)[class_of].astype(np.uint16),
+        end=None if end is None else int(number[end]),
+    )
+
+
+def from_bytes(
+    transitions: np.ndarray, accepting: np.ndarray, tokens: Sequence[bytes], end_ids: Iterable[int]
+) -> TokenAutomaton:
+    """The automaton over tokens of one over bytes. In accepting states the end-of-sequence tokens may follow.
+
+    Args:
+        transitions: i32[state, 256], the state after each byte; -1: none. Begins in state 0.
+        accepting: bool[state].
+        tokens: the bytes of each token; empty for those that stand for no text, which never follow.
+        end_ids: the end-of-sequence tokens.
+    Raises: ConstraintError if no text of these tokens is accepted; TooManyStates.
+    """
+    end = len(transitions)
+    columns, byte_class = np.unique(transitions, axis=1, return_inverse=True)
+    spelled, class_of = _spellings(tokens, byte_class.reshape(-1))
+    if end >= MAX_STATES or end * len(spelled) > _MAX_ENTRIES:
+        raise TooManyStates(f"it has {end} states over bytes, too many for a vocabulary of {len(tokens)} tokens")
+    columns = np.pad(columns.astype(np.int16), ((0, 1), (0, 1)), constant_values=-1)  # one more row: of state -1
+    table = np.full((end + 1, len(spelled) + 1), -1, np.int16)
+    for states in _parts(end, len(spelled)):
+        table[states, :-1] = _walk(columns, states, spelled)
+    table[:end, -1] = np.where(accepting, end, -1)
+    class_of[[token for token in end_ids if token < len(class_of)]] = len(spelled)
+    return from_table(table, class_of, end)
+
+
+def _parts(num_states: int, num_spellings: int) -> Iterable[np.ndarray]:
+    size = max(1, _CHUNK_ENTRIES // max(num_spellings, 1))
+    states = np.arange(num_states, dtype=np.int32)
+    return (states[begin : begin + size] for begin in range(0, num_states, size))
+
+
+def _spellings(tokens: Sequence[bytes], byte_class: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The distinct spellings of tokens in classes of bytes, u16[spelling, byte], filled up with the number of classes,
+    which leads nowhere; and the spelling of each token, i64[vocab]. Spelling 0 is of tokens without bytes."""
+    none, translated = int(byte_class.max()) + 1, byte_class.astype(np.uint8).tobytes()
+    known: dict[bytes, int] = {b"": 0}
+    of_tokens = np.array([known.setdefault(t.translate(translated), len(known)) for t in tokens], np.int64)
+    width = max(1, max(map(len, known)))
+    spelled = np.full((len(known), width), none + 1, np.int32)
+    for i, spelling in enumerate(known):
+        spelled[i, : len(spelling)] = np.frombuffer(spelling, np.uint8)
+    spelled[0, 0] = none  # leads to -1
+    return spelled, of_tokens
+
+
+def _walk(columns: np.ndarray, states: np.ndarray, spelled: np.ndarray) -> np.ndarray:
+    """The states after each spelling, i32[state, spelling], from each of `states`.
+
+    Args: columns: i32[state + 1, class + 1]; the last row and the last column lead nowhere.
+    """
+    stay = columns.shape[1]  # one more than the class that leads nowhere: the spelling has ended
+    order = np.lexsort(spelled.T[::-1])
+    ordered = spelled[order]
+    reached = np.repeat(states[:, None], len(ordered), axis=1).astype(np.int32)
+    for place in range(ordered.shape[1]):
+        longer = np.flatnonzero(ordered[:, place] != stay)
+        if not len(longer):
+            break
+        prefix = ordered[longer, : place + 1]
+        first = np.ones(len(longer), bool)
+        first[1:] = np.any(prefix[1:] != prefix[:-1], axis=1)
+        distinct = longer[first]
+        after = columns[reached[:, distinct], ordered[distinct, place][None, :]]
+        reached[:, longer] = after[:, np.cumsum(first) - 1]
+    result = np.empty_like(reached)
+    result[:, order] = reached
+    return result
+
+
+def _leading_to(table: np.ndarray, end: int) -> np.ndarray:
+    """bool[state], whether a path leads to `end`."""
+    num_states = len(table)
+    pairs = np.unique(np.where(table >= 0, np.arange(num_states, dtype=np.int64)[:, None] * num_states + table, -1))
+    source, target = np.divmod(pairs[pairs >= 0], num_states)
+    order = np.argsort(target, kind="stable")
+    source, bounds = source[order], np.searchsorted(target[order], np.arange(num_states + 1))
+    alive, frontier = np.zeros(num_states, bool), [end]
+    while len(frontier):
+        alive[frontier] = True
+        found = np.unique(np.concatenate([source[bounds[s] : bounds[s + 1]] for s in frontier]))
+        frontier = found[~alive[found]]
+    return alive
+
+
+def _going_on(table: np.ndarray) -> np.ndarray:
+    """bool[state], whether a path of any length begins there."""
+    alive = np.ones(len(table), bool)
+    while True:
+        left = alive & np.any((table >= 0) & alive[table], axis=1)
+        if np.array_equal(left, alive):
+            return alive
+        alive = left
+
+
+def of_choices(choices: Iterable[bytes]) -> tuple[np.ndarray, np.ndarray]:
+    """Transitions i32[state, 256] and accepting states of the automaton over bytes that accepts these texts."""
+    rows: list[dict[int, int]] = [{}]
+    ends: set[int] = set()
+    for choice in choices:
+        state = 0
+        for byte in choice:
+            if byte not in rows[state]:
+                rows.append({})
+                rows[state][byte] = len(rows) - 1
+            state = rows[state][byte]
+        ends.add(state)
+    transitions = np.full((len(rows), 256), -1, np.int32)
+    for state, row in enumerate(rows):
+        transitions[state, list(row)] = list(row.values())
+    accepting = np.zeros(len(rows), bool)
+    accepting[list(ends)] = True
+    return transitions, accepting
+
+
+def of_allowed(token_ids: Iterable[int], vocab_size: int) -> TokenAutomaton:
+    """Only these tokens, at any place."""
+    class_of = np.zeros(vocab_size, np.int64)
+    class_of[list(token_ids)] = 1
+    return from_table(np.array([[-1, 0]]), class_of)
+
+
+def without(words: Iterable[Sequence[int]], vocab_size: int) -> TokenAutomaton:
+    """Any tokens, but for the last token of a word (a sequence of token ids) whose others precede it.
+
+    Source: Aho and Corasick, "Efficient string matching", 1975; a state is the longest end of the text that begins a
+    word.
+    """
+    words = [tuple(word) for word in words]
+    named = sorted({token for word in words for token in word})
+    class_of = np.zeros(vocab_size, np.int64)
+    class_of[named] = np.arange(1, len(named) + 1)
+    known = {token: i for i, token in enumerate(named, 1)}
+    states: dict[tuple[int, ...], int] = {(): 0}
+    for word in words:
+        for length in range(1, len(word)):
+            states.setdefault(word[:length], len(states))
+    forbidden = set(words)
+    table = np.zeros((len(states), len(named) + 1), np.int64)
+    for text, state in states.items():
+        for token, column in known.items():
+            ends = [(*text, token)[begin:] for begin in range(len(text) + 1)]
+            if any(end in forbidden for end in ends):
+                table[state, column] = -1
+            else:
+                table[state, column] = next((states[end] for end in ends if end in states), 0)
+    return from_table(table, class_of)
+
+
+def product(first: TokenAutomaton, second: TokenAutomaton) -> TokenAutomaton:
+    """What both allow.
+
+    Raises: ConstraintError if that is nothing; TooManyStates.
+    """
+    pairs = first.class_of.astype(np.int64) * second.num_classes + second.class_of
+    classes, class_of = np.unique(pairs, return_inverse=True)
+    left, right = first.next[:, classes // second.num_classes], second.next[:, classes % second.num_classes]
+    has_end = first.end is not None or second.end is not None
+    number = {(0, 0): 1}  # 0 is kept for the end
+    rows = {0: np.full(len(classes), -1, np.int64)}
+    waiting = collections.deque([(0, 0)])
+    while waiting:
+        a, b = pair = waiting.popleft()
+        both = np.where((left[a] >= 0) & (right[b] >= 0), left[a].astype(np.int64) << 16 | right[b], -1)
+        row = np.full(len(both), -1, np.int64)
+        for value in np.unique(both[both >= 0]).tolist():
+            target = (value >> 16, value & 0xFFFF)
+            if has_end and (target[0] == first.end or target[1] == second.end):
+                row[both == value] = 0
+                continue
+            if target not in number:
+                if len(number) > MAX_STATES:
+                    raise TooManyStates(f"together they have more than {MAX_STATES} states")
+                number[target] = len(number) + 1
+                waiting.append(target)
+            row[both == value] = number[target]
+        rows[number[pair]] = row
+    table = np.stack([rows[i] for i in range(len(rows))])
+    order = np.concatenate([np.arange(1, len(table)), [0]])  # the first pair first, the end last
+    place = np.append(np.argsort(order), -1)
+    return from_table(place[table[order]], class_of.reshape(-1), len(table) - 1 if has_end else None)

@@ -1,0 +1,137 @@
+"""`Guide`: constraints that are no finite automaton, as llguidance's matchers on the host.
+
+Source: https://github.com/guidance-ai/llguidance; a mask per token, from an Earley parser over a lexer of derivatives.
+"""
+
+import functools
+import json
+from collections.abc import Sequence
+
+import numpy as np
+
+from levanter_infer.structured.automaton import ConstraintError, TokenAutomaton
+from levanter_infer.structured.json_schema import closed
+
+_OPTIONS = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+
+
+class _Spelling:
+    """The vocabulary in the form in which llguidance takes one. It spells what a grammar forces greedily, by the
+    longest token that fits."""
+
+    def __init__(self, tokens: Sequence[bytes], end_id: int):
+        self.eos_token_id, self.bos_token_id = end_id, None
+        self.tokens = [token or b"\xff<%d>" % i for i, token in enumerate(tokens)]
+        self.special_token_ids = [i for i, token in enumerate(tokens) if not token]
+        self._ids: dict[bytes, int] = {}
+        for i, token in enumerate(tokens):
+            if token:
+                self._ids.setdefault(token, i)
+        self._longest = max(map(len, self._ids), default=0)
+
+    def __call__(self, text: bytes | str) -> list[int]:
+        data, ids = text.encode() if isinstance(text, str) else text, []
+        while data:
+            size = next((n for n in range(min(self._longest, len(data)), 0, -1) if data[:n] in self._ids), 1)
+            ids += [self._ids[data[:size]]] if data[:size] in self._ids else []
+            data = data[size:]
+        return ids
+
+
+class Guides:
+    """Makes the guides of one vocabulary.
+
+    Args:
+        tokens: the bytes of each token; empty for those that stand for no text.
+        end_ids: the end-of-sequence tokens, at least one.
+    """
+
+    def __init__(self, tokens: Sequence[bytes], end_ids: Sequence[int]):
+        self._tokens, self._end_ids = tokens, tuple(end_ids)
+
+    @functools.cached_property
+    def _tokenizer(self):
+        try:
+            import llguidance
+        except ImportError:
+            raise ConstraintError(
+                "llguidance, which guides by grammars and by schemas that are no finite automaton, is not installed; "
+                "install levanter-infer with its extra [structured]"
+            ) from None
+        wrapper = llguidance.TokenizerWrapper(_Spelling(self._tokens, self._end_ids[0]))
+        return llguidance.LLTokenizer(wrapper, n_vocab=len(self._tokens))
+
+    def of_schema(self, schema: object) -> "Guide":
+        """The guide of a JSON schema. Raises: ConstraintError for one that llguidance does not take."""
+        text = json.dumps(closed(schema))
+        return self._guide("json_schema", lambda matcher: matcher.grammar_from_json_schema(text, overrides=_OPTIONS))
+
+    def of_grammar(self, grammar: str) -> "Guide":
+        """The guide of a grammar: llguidance's Lark, or llama.cpp's GBNF. Raises: ConstraintError."""
+        self._tokenizer  # noqa: B018  # raises if llguidance is missing
+        if "::=" in grammar:
+            from llguidance.gbnf_to_lark import gbnf_to_lark
+
+            try:
+                grammar = gbnf_to_lark(grammar)
+            except Exception as error:
+                raise ConstraintError(f"it is no GBNF: {str(error)[:300]}") from None
+        return self._guide("grammar", lambda matcher: matcher.grammar_from_lark(grammar))
+
+    def _guide(self, name: str, compiled) -> "Guide":
+        tokenizer = self._tokenizer
+        import llguidance
+
+        try:
+            grammar = compiled(llguidance.LLMatcher)
+            matcher = llguidance.LLMatcher(tokenizer, grammar)
+        except Exception as error:
+            raise ConstraintError(str(error)[:500]) from None
+        if matcher.is_error():
+            raise ConstraintError(matcher.get_error()[:500])
+        return Guide(matcher, len(self._tokens), self._end_ids)
+
+
+class Guide:
+    """The tokens that may follow in one sample, from all of its tokens so far."""
+
+    def __init__(self, matcher, vocab_size: int, end_ids: tuple[int, ...], automaton: TokenAutomaton | None = None):
+        self._matcher, self._vocab_size, self._end_ids = matcher, vocab_size, end_ids
+        self._automaton, self._state = automaton, 0
+        self.is_stale = True
+        """Whether the device has an older mask than `allowed`; for the caller to set."""
+
+    def copy(self, automaton: TokenAutomaton | None = None) -> "Guide":
+        """The same for another sample, which has no token yet. Args: automaton: what it has to satisfy besides."""
+        automaton = self._automaton if automaton is None else automaton
+        return Guide(self._matcher.deep_copy(), self._vocab_size, self._end_ids, automaton)
+
+    def extend(self, token_ids: Sequence[int]) -> None:
+        """The sample has got these tokens. Requires: each was allowed."""
+        for token in token_ids:
+            if token not in self._end_ids:
+                self._matcher.consume_token(token)
+            if self._automaton is not None:
+                self._state = self._automaton.step(self._state, token)
+        self.is_stale = True
+
+    @property
+    def forced(self) -> bytes:
+        """The text that follows in any case. llguidance allows its first token in the tokenizer's own spelling only."""
+        return b"" if self._matcher.is_error() else self._matcher.compute_ff_bytes()
+
+    def allowed(self) -> np.ndarray:
+        """bool[vocab], the tokens that may follow; none after an error of the matcher."""
+        allowed = np.zeros(self._vocab_size, bool)
+        if self._matcher.is_error():
+            return allowed
+        if self._matcher.is_stopped():  # nothing but the end is left
+            allowed[list(self._end_ids)] = True
+        else:
+            bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+            found = np.unpackbits(bits, bitorder="little")[: self._vocab_size].astype(bool)
+            allowed[: len(found)] = found
+            allowed[list(self._end_ids)] = self._matcher.is_accepting()
+        if self._automaton is not None:
+            allowed &= self._automaton.allowed(self._state) if self._state >= 0 else False
+        return allowed

@@ -1,0 +1,238 @@
+"""Structured output in an engine: texts that match, tokens as a plain loop with the same masks takes them."""
+
+import dataclasses
+import json
+import re
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from levanter_infer import EngineConfig, InferenceEngine, Request, SamplingParams, load_model
+from levanter_infer.structured.compiler import ConstraintCompiler, Wanted
+from tests.tiny_models import uncached_logprobs
+
+CONFIG = EngineConfig(max_seqs=6, max_seq_len=192, page_size=8, max_constraints=4)
+CODE = SamplingParams(regex="[a-z]{2}-[0-9]{3}", max_tokens=20)
+PERSON = SamplingParams(
+    json_schema={
+        "type": "object",
+        "properties": {
+            "name": {"type": "string", "minLength": 1, "maxLength": 8},
+            "age": {"type": "string", "pattern": "^[1-9][0-9]?$"},
+            "pets": {"type": "array", "items": {"enum": ["cat", "dog"]}, "maxItems": 2},
+        },
+        "required": ["name", "pets"],
+    },
+    max_tokens=120,
+    temperature=0.8,
+)
+NEST = SamplingParams(grammar='start: "(" start ")" | "x"', max_tokens=40)
+PROMPT = "the cat"
+
+
+@pytest.fixture(scope="module")
+def model():
+    return load_model("models/tiny", dtype="float32")
+
+
+@pytest.fixture(scope="module")
+def engine(model):
+    return InferenceEngine(*model, CONFIG, constraints=True)
+
+
+def check(params: SamplingParams, completion) -> None:
+    assert completion.finish_reason == "stop", (params, completion)
+    if params.regex is not None:
+        assert re.fullmatch(params.regex, completion.text), completion
+    elif params.choice is not None:
+        assert completion.text in params.choice
+    elif params.grammar is not None:
+        assert re.fullmatch(r"\(*x\)*", completion.text) and completion.text.count("(") == completion.text.count(")")
+    else:
+        value = json.loads(completion.text)
+        assert set(value) - {"age"} == {"name", "pets"} and 1 <= len(value["name"]) <= 8
+        assert (
+            set(value["pets"]) <= {"cat", "dog"} and len(value["pets"]) <= 2 and 1 <= int(value.get("age", "1")) <= 99
+        )
+
+
+def test_any_mixture_in_a_batch_keeps_to_its_constraints_and_gives_what_each_gives_alone(engine):
+    choice = SamplingParams(choice=["yes", "no", "maybe not"], max_tokens=20)
+    free = SamplingParams(max_tokens=12, temperature=1.0)
+    mixed = [
+        CODE,
+        PERSON,
+        free,
+        choice,
+        NEST,
+        dataclasses.replace(PERSON, n=3),
+        dataclasses.replace(CODE, temperature=0),
+    ]
+    requests = [Request(PROMPT, sampling=params, id=f"mix-{i}") for i, params in enumerate(mixed)]
+    outputs = engine.generate(requests)
+    for params, output in zip(mixed, outputs, strict=True):
+        assert output.error is None
+        if params is not free:
+            for completion in output.completions:
+                check(params, completion)
+    for request, output in zip(requests, outputs, strict=True):
+        alone = engine.generate([request])[0]
+        assert [c.token_ids for c in alone.completions] == [c.token_ids for c in output.completions]
+    programs = dict(engine.stats()["programs"])
+    engine.generate([PROMPT], SamplingParams(regex="(a|b)+c", max_tokens=9))
+    assert engine.stats()["programs"] == programs and set(programs.values()) == {1}
+
+
+@pytest.mark.parametrize("params", [CODE, PERSON, NEST])
+def test_greedy_tokens_are_those_of_a_plain_loop_with_the_same_masks(engine, model, params):
+    params = dataclasses.replace(params, temperature=0, max_tokens=24)
+    found = engine.generate([PROMPT], params)[0].completions[0]
+    weights, tokenizer = model
+    compiler = ConstraintCompiler(tokenizer, weights.config.vocab_size, tokenizer.eos_token_ids)
+    names = Wanted._fields
+    constraint = compiler.compile(Wanted(**{name: getattr(params, name) for name in names}))
+    prompt, tokens, state = tokenizer.encode(PROMPT), [], 0
+    for token in found.token_ids:
+        allowed = constraint.guide.allowed() if constraint.guide else constraint.automaton.allowed(state)
+        logits = uncached_logprobs(weights, [*prompt, *tokens], 64)[-1]
+        assert token == int(np.argmax(np.where(allowed, logits, -np.inf)))
+        tokens.append(token)
+        if constraint.guide:
+            constraint.guide.extend([token])
+        else:
+            state = constraint.automaton.step(state, token)
+    np.testing.assert_array_equal(found.processed_logprobs, 0)
+
+
+def test_lists_of_tokens_and_words(engine, model):
+    tokenizer = model[1]
+    allowed = [70, 71, 300, tokenizer.eos_token_ids[0]]
+    only = SamplingParams(allowed_token_ids=allowed, max_tokens=30, n=4)
+    for completion in engine.generate([PROMPT], only)[0].completions:
+        assert set(completion.token_ids) <= set(allowed)
+    free = engine.generate([PROMPT], SamplingParams(max_tokens=30, temperature=0))[0].completions[0]
+    words = sorted({word for word in re.findall("[A-Za-z]+", free.text)}, key=len)[-2:]
+    without = SamplingParams(bad_words=words, max_tokens=30, temperature=0)
+    text = engine.generate([PROMPT], without)[0].completions[0].text
+    assert words and text != free.text
+    second = free.token_ids[3]
+    pair = SamplingParams(bad_words=[free.token_ids[2:4]], max_tokens=4, temperature=0)
+    tokens = engine.generate([PROMPT], pair)[0].completions[0].token_ids
+    assert tokens[:3] == free.token_ids[:3] and tokens[3] != second
+    both = dataclasses.replace(CODE, bad_words=["1", [tokenizer.encode("7", add_special_tokens=False)[0]]], n=4)
+    for completion in engine.generate([PROMPT], both)[0].completions:
+        check(CODE, completion)
+    guided = dataclasses.replace(NEST, bad_words=["("])
+    assert engine.generate([PROMPT], guided)[0].completions[0].text == "x"
+
+
+def test_more_constraints_than_the_table_holds_wait_their_turn(engine):
+    params = [SamplingParams(regex=f"{i}[a-z]{{3}}", max_tokens=9, n=2) for i in range(11)]
+    outputs = engine.generate([PROMPT] * 11, params)
+    for each, output in zip(params, outputs, strict=True):
+        for completion in output.completions:
+            check(each, completion)
+    again = engine.generate([PROMPT] * 11, params)
+    assert [o.completions[0].token_ids for o in again] == [o.completions[0].token_ids for o in outputs]
+
+
+@pytest.mark.slow
+def test_preempted_samples_keep_their_place_in_the_automaton(model):
+    small = dataclasses.replace(CONFIG, max_pages=14)
+    engine = InferenceEngine(*model, small, constraints=True)
+    long = SamplingParams(regex="([a-z]{6} ){9}end", max_tokens=90)
+    output = engine.generate([PROMPT] * 6, long)
+    assert engine.stats()["preemptions"] > 0
+    for each in output:
+        assert each.error is None
+        check(long, each.completions[0])
+
+
+def test_what_cannot_be_applied_is_refused_and_the_others_are_served(engine):
+    bad = [
+        (SamplingParams(regex="("), "regex: it is no regular expression"),
+        (SamplingParams(regex=r"\bx"), "regex: it has at, which no automaton"),
+        (SamplingParams(grammar="start: missing"), "grammar: .*missing"),
+        (SamplingParams(json_schema={"type": "string", "pattern": "("}), "json_schema: "),
+        (SamplingParams(allowed_token_ids=[10_000]), "allowed_token_ids holds token id 10000, outside"),
+        (SamplingParams(bad_words=[[10_000]]), "bad_words: token id 10000 is outside"),
+        (SamplingParams(regex="[0-9]", allowed_token_ids=[70, 0]), "regex together with .*no text of this vocabulary"),
+        (
+            SamplingParams(regex="(a|b)*a(a|b){14}"),
+            "regex: its automaton has more than 32767|regex: its automaton takes",
+        ),
+    ]
+    outputs = engine.generate([PROMPT] * (len(bad) + 1), [*(params for params, _ in bad), CODE])
+    for (_, message), output in zip(bad, outputs, strict=False):
+        assert output.error is not None and re.match(message, output.error), output.error
+    check(CODE, outputs[-1].completions[0])
+    for arguments, message in [
+        (dict(regex="a", choice=["b"]), "regex and choice: a request has one"),
+        (dict(regex="a", ignore_eos=True), "ignore_eos with regex"),
+        (dict(choice=["a"], min_tokens=2), "min_tokens=2 with choice"),
+        (dict(regex="a", num_beams=2), "regex with num_beams=2"),
+        (dict(choice=[]), "choice="),
+        (dict(json_schema="{"), "json_schema="),
+        (dict(allowed_token_ids=[]), "allowed_token_ids is empty"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            SamplingParams(**arguments)
+    without_tokenizer = ConstraintCompiler(None, 640, ())
+    with pytest.raises(ValueError, match="regex: it needs a tokenizer"):
+        without_tokenizer.compile(Wanted(regex="a"))
+    assert without_tokenizer.compile(Wanted(allowed_token_ids=(3,))).automaton is not None
+
+
+def test_an_automaton_that_the_table_cannot_hold_is_refused(model):
+    tight = dataclasses.replace(CONFIG, constraint_bytes=4 * 640 * 2 + 60_000)
+    engine = InferenceEngine(*model, tight)
+    large = SamplingParams(regex="([a-z]{9} ){60}", max_tokens=9)
+    with pytest.raises(ValueError, match="regex: its automaton has .* which engine.constraint_bytes does not hold"):
+        engine.submit(PROMPT, large)
+    with pytest.raises(ValueError, match="engine.constraint_bytes=100 does not hold engine.max_constraints=4"):
+        InferenceEngine(*model, dataclasses.replace(CONFIG, constraint_bytes=100), constraints=True)
+
+
+def test_a_logits_mod_sees_the_history_and_has_a_memory(model, engine):
+    weights, tokenizer = model
+    colon = tokenizer.encode(":", add_special_tokens=False)[0]
+    long = len(tokenizer.encode(PROMPT)) + 1
+
+    def every_third_token_is_a_colon(logits, history, memory):
+        """After long prompts. A memory that is not that of this sample gives NaN, which fails it."""
+        count = history.seq_len - history.prompt_len
+        known = history.tokens[jnp.maximum(history.seq_len - 1, 0)] == memory["last"]
+        right = (memory["count"] == count) & (known | (count == 0))
+        only = jnp.where(jnp.arange(logits.shape[0]) == colon, 0.0, -jnp.inf)
+        changed = jnp.where((count % 3 == 0) & (history.prompt_len >= long), only, logits)
+        # The token that this step samples is known to the next one: greedy samples only
+        last = jnp.argmax(changed).astype(jnp.int32)
+        return jnp.where(right, changed, jnp.nan), {"count": memory["count"] + 1, "last": last}
+
+    initial = {"count": np.int32(0), "last": np.int32(-1)}
+    modified = InferenceEngine(
+        weights, tokenizer, CONFIG, logits_mod=every_third_token_is_a_colon, logits_mod_init=initial
+    )
+    params = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True, n=2)
+    prompts = [PROMPT, f"{PROMPT} and the other cat sat"] * 5
+    free = engine.generate(PROMPT, params)[0].completions[0]
+    for prompt, output in zip(prompts, modified.generate(prompts, params), strict=True):
+        for completion in output.completions:
+            assert completion.finish_reason == "length"
+            if prompt == PROMPT:
+                assert completion.token_ids == free.token_ids
+            else:
+                assert [token == colon for token in completion.token_ids][::3] == [True] * 7
+    with pytest.raises(ValueError, match="does not apply the engine's logits_mod"):
+        modified.submit(PROMPT, SamplingParams(num_beams=2))
+
+
+def test_samples_that_go_on_from_others_take_no_constraint(engine):
+    request = engine.submit(PROMPT, dataclasses.replace(PERSON, n=2))
+    while not request.sequences[0].token_ids:
+        engine.step_round()
+    with pytest.raises(ValueError, match="is constrained"):
+        engine.resample(request, [0, 0])
+    engine.cancel(request)
+    engine.drain()
