@@ -10,6 +10,7 @@ from tests.engine.test_mesh import (
     LAYOUTS,
     check_loaded,
     check_same,
+    check_slept,
     check_studied,
     check_swapped,
     check_two_shards_of_two_devices,
@@ -57,6 +58,15 @@ def test_weights_that_change_give_each_token_its_version(tmp_path):
     first, second, _ = runs(tmp_path, 2, "swapped_data2_model2")
     assert first == second
     check_swapped(first["swapped_data2_model2"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["model2", "data2_model2"])
+def test_an_engine_of_two_processes_sleeps_and_takes_weights(tmp_path, mesh):
+    case = f"slept_{mesh}"
+    first, second, _ = runs(tmp_path, mesh_runs.mesh_of(mesh).num_devices // 2, case)
+    assert first == second
+    check_slept(first[case])
 
 
 @pytest.mark.slow

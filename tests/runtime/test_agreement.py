@@ -64,6 +64,19 @@ def test_what_one_decides_is_what_all_do():
     assert at_once(lambda: first.broadcast("n", {"a": [1]}), lambda: second.broadcast("n")) == [{"a": [1]}] * 2
 
 
+def test_values_that_all_have_read_are_removed_from_the_store():
+    """An engine that gets weights from another process compares them at every swap, as long as it lives."""
+    hosts = several(3)
+    for i in range(4):
+        assert (
+            at_once(*(lambda h=h, i=i: h.all_gather("n", [h.index, i]) for h in hosts))
+            == [[[0, i], [1, i], [2, i]]] * 3
+        )
+        assert len(hosts[0].store.all("n")) == 3
+    assert at_once(*(lambda h=h: h.all_gather("other", h.index) for h in hosts)) == [[0, 1, 2]] * 3
+    assert len(hosts[0].store.all("n")) == 3
+
+
 def test_a_failure_elsewhere_ends_the_waiting():
     first, second = several(2)
     second.failure = "host 0 is lost"

@@ -150,7 +150,10 @@ class Hosts:
         prefix = self._prefix(name)
         self.store.set(f"{prefix}/{self.index}", json.dumps(value))
         until = time.monotonic() + (timeout_s or self.start_timeout_s)
-        return [self._take(f"{prefix}/{i}", i, until, name) for i in range(self.count)]
+        found = [self._take(f"{prefix}/{i}", i, until, name) for i in range(self.count)]
+        # All have come to this call, so all have read the values of the one before.
+        self.store.remove(f"{name}/{self._times[name] - 1}/{self.index}")
+        return found
 
     def broadcast(self, name: str, value: Any = None) -> Any:
         """The value of process 0, in every process."""
