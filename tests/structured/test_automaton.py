@@ -16,7 +16,7 @@ from levanter_infer.structured.automaton import (
     of_allowed,
     of_choices,
     packed,
-    product,
+    intersection,
     without,
 )
 from levanter_infer.structured.guide import Guides
@@ -166,7 +166,7 @@ def test_words_are_left_out_wherever_they_would_end(seed):
 
 def test_a_product_allows_what_both_do():
     number, no_word = automaton_of(r"[a-z0-9]{1,6}"), without([(ord("1"),), (ord("a"), ord("b"))], len(VOCAB))
-    both = product(number, no_word)
+    both = intersection(number, no_word)
     rng = random.Random(0)
     for _ in range(50):
         states = [0, 0, 0]
@@ -178,9 +178,9 @@ def test_a_product_allows_what_both_do():
                 break
             states = [part.step(state, token) for part, state in zip((both, number, no_word), states, strict=True)]
     with pytest.raises(ConstraintError, match="no text of this vocabulary satisfies it"):
-        product(automaton_of("[0-9]"), of_allowed([ord("a"), END], len(VOCAB)))
+        intersection(automaton_of("[0-9]"), of_allowed([ord("a"), END], len(VOCAB)))
     with pytest.raises(ConstraintError, match="no text of this vocabulary satisfies it"):
-        product(of_allowed([1], 9), without([[1]], 9))
+        intersection(of_allowed([1], 9), without([[1]], 9))
 
 
 def test_masks_have_a_bit_for_each_token():

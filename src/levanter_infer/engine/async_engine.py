@@ -3,6 +3,7 @@
 import asyncio
 import collections
 import concurrent.futures
+import contextlib
 import dataclasses
 import logging
 import queue
@@ -15,6 +16,7 @@ import numpy as np
 
 from levanter_infer.engine.engine import InferenceEngine
 from levanter_infer.engine.metrics import Registry
+from levanter_infer.engine.params import SamplingParams
 from levanter_infer.engine.request import Request, RequestOutput, as_request, first_and_last, refused
 from levanter_infer.engine.request_state import RequestState, SampleState
 
@@ -162,6 +164,7 @@ class AsyncEngine:
             timeout: seconds, as `Request.timeout_s`, which it replaces.
         Raises: QueueFull; ValueError for an id in use; RuntimeError if the engine is closed or its thread has died.
         """
+        await self._compile(prompt, sampling)
         live = self._enter(prompt, sampling, timeout)
         try:
             await live.reader.ready.wait()
@@ -174,6 +177,7 @@ class AsyncEngine:
 
         The request is submitted with the first `anext`. Closing the iterator, or cancelling its task, aborts it.
         """
+        await self._compile(prompt, sampling)
         live = self._enter(prompt, sampling, timeout, streams=True)
         reader = live.reader
         try:
@@ -192,6 +196,14 @@ class AsyncEngine:
                     return
         finally:
             self._leave(live)
+
+    async def _compile(self, prompt, sampling) -> None:
+        """Compile the constraint of a request, if it has one, while the owner thread goes on with rounds. What is wrong
+        with it comes back with the output."""
+        asked = prompt.sampling if isinstance(prompt, Request) and prompt.sampling is not None else sampling
+        if isinstance(asked, SamplingParams) and asked.is_constrained:
+            with contextlib.suppress(ValueError):
+                await asyncio.to_thread(self._engine.compile_constraint, asked)
 
     def _enter(self, prompt, sampling, timeout: float | None, *, streams: bool = False) -> _Live:
         reader = _Reader(asyncio.get_running_loop())

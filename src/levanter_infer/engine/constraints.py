@@ -87,7 +87,7 @@ class AutomatonTable:
         self._loads: list[Resident] = []
 
     def enter(self, automaton: TokenAutomaton) -> Resident | None:
-        """The automaton in the table, if it is there or there is room for it now. Requires: `shapes` is set."""
+        """The automaton in the table, if it is there or fits now. Requires: `shapes` is set."""
         found = self._residents.pop(automaton, None)
         if found is None:
             found = self._placed(automaton)

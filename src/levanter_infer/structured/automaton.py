@@ -3,7 +3,7 @@
 A constraint on the text of a sample (a regex, a schema, a list of choices) is a finite automaton over bytes; tokens are
 strings of bytes, so it is one over tokens too (Willard and Louf, "Efficient Guided Generation for Large Language
 Models", arXiv:2307.09702). Constraints on tokens (`allowed_token_ids`, `bad_words`) are automata of the same kind, and
-the product of two is both at once.
+the intersection of two is both at once.
 
 Tokens with the same transitions in all states form a class, so that the table has states x classes entries.
 """
@@ -92,7 +92,7 @@ def mask_words(vocab_size: int) -> int:
 
 def packed(allowed: np.ndarray) -> np.ndarray:
     """bool[mask, vocab] as bits, u32[mask, word]. Bit b of word w is token b * words + w, so that all tokens of one bit
-    lie side by side: unpacking moves no data."""
+    stand side by side: unpacking moves no data."""
     words = mask_words(allowed.shape[1])
     padded = np.zeros((len(allowed), _WORD * words), bool)
     padded[:, : allowed.shape[1]] = allowed
@@ -285,7 +285,7 @@ def without(words: Iterable[Sequence[int]], vocab_size: int) -> TokenAutomaton:
     return from_table(table, class_of)
 
 
-def product(first: TokenAutomaton, second: TokenAutomaton) -> TokenAutomaton:
+def intersection(first: TokenAutomaton, second: TokenAutomaton) -> TokenAutomaton:
     """What both allow.
 
     Raises: ConstraintError if that is nothing; TooManyStates.

@@ -74,9 +74,9 @@ class ConstraintCompiler:
             return Constraint(None, found.copy(of_tokens))
         if of_tokens is None:
             return Constraint(found)
-        key = ("product", name, _key(value), wanted.allowed_token_ids, wanted.bad_words)
+        key = ("intersection", name, _key(value), wanted.allowed_token_ids, wanted.bad_words)
         what = f"{name} together with allowed_token_ids and bad_words"
-        return Constraint(self._once(key, lambda: _named(what, lambda: automata.product(found, of_tokens))))
+        return Constraint(self._once(key, lambda: _named(what, lambda: automata.intersection(found, of_tokens))))
 
     def _of_tokens(self, wanted: Wanted) -> TokenAutomaton | None:
         found, size = None, self._vocab_size
@@ -90,7 +90,7 @@ class ConstraintCompiler:
                 return bad
             both, key = found, ("both", wanted.allowed_token_ids, words)
             what = "allowed_token_ids together with bad_words"
-            found = self._once(key, lambda: _named(what, lambda: automata.product(both, bad)))
+            found = self._once(key, lambda: _named(what, lambda: automata.intersection(both, bad)))
         return found
 
     def _without(self, words: tuple[str | tuple[int, ...], ...]) -> TokenAutomaton:
