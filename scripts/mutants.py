@@ -66,6 +66,7 @@ TESTS = {
     "batch/": tuple(
         _B + f"test_{name}.py" for name in ("input", "tables", "openai", "drive", "identity", "processes", "run")
     ),
+    "io/openai.py": (_B + "test_openai.py",),
     "checkpoints/chat_template.py": (_C + "test_chat_template.py",),
     "checkpoints/template_worker.py": (_C + "test_chat_template.py",),
     "checkpoints/chat.py": (_C + "test_chats.py",),

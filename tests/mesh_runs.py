@@ -34,6 +34,8 @@ from levanter_infer.engine.engine import InferenceEngine
 from levanter_infer.engine.mesh import MeshConfig, make_mesh
 from levanter_infer.engine.params import SamplingParams
 from levanter_infer.engine.request import Request
+from levanter_infer.kernels.backend import Backend
+from levanter_infer.kernels.registry import make_backend
 from levanter_infer.kernels.tpu import sampling as tpu_sampling
 from levanter_infer.kernels.tpu.backend import TpuBackend
 from levanter_infer.kernels.xla.backend import XlaBackend
@@ -331,8 +333,12 @@ class Interpreted(TpuBackend):
         return tpu_sampling.TpuSampling(True)
 
 
-def sampled(parts: int, vocab_size: int, by_kernels: bool = False) -> dict:
-    """Samples of many rows by one device, and by `parts` with a part of the logits each, which have a TPU's kernels."""
+def sampled(parts: int, vocab_size: int, backend: Backend | None = None) -> dict:
+    """Samples of many rows by one device, in XLA, and by `parts` with a part of the logits each.
+
+    Args:
+        backend: whose kernels the parts have, if it has some for a part of the logits; None: they have none.
+    """
     rows, rng = 64, np.random.default_rng(vocab_size)
     limits = SamplingLimits(vocab_size, max_logprobs=3, max_logit_bias=2, max_stop_sequences=2, max_stop_tokens=2)
     columns = SamplingColumns(rows, limits)
@@ -377,7 +383,7 @@ def sampled(parts: int, vocab_size: int, by_kernels: bool = False) -> dict:
     padded = np.pad(logits, ((0, 0), (0, vocab.padded_size - vocab_size)), constant_values=9)
     mesh = Mesh(np.asarray(jax.devices()[:parts]), (MODEL,))
     sharded = jax.shard_map(
-        lambda part: both(vocab.without_padding(part), vocab, Interpreted() if by_kernels else None),
+        lambda part: both(vocab.without_padding(part), vocab, backend),
         mesh=mesh,
         in_specs=PartitionSpec(None, MODEL),
         out_specs=PartitionSpec(),
@@ -570,6 +576,11 @@ def slept(place: Place) -> dict:
     }
 
 
+SAMPLERS: dict[str, Callable[[], Backend | None]] = {
+    "sample": lambda: None,
+    "kernels": Interpreted,
+    "rowkernels": lambda: make_backend("gpu_interpret"),
+}
 KINDS["slept"] = slept
 KINDS |= {f"ring{kind}": on_ring(kind) for kind in ("some", "heads", "tied", "biases", "experts")}
 
@@ -577,8 +588,8 @@ KINDS |= {f"ring{kind}": on_ring(kind) for kind in ("some", "heads", "tied", "bi
 def case(name: str, hosts: Hosts | None = None) -> dict:
     """Args: hosts: the processes that have the devices; None: this one alone."""
     kind, _, where = name.partition("_")
-    if kind in ("sample", "kernels"):
-        return sampled(*map(int, where.split("_")), by_kernels=kind == "kernels")
+    if kind in SAMPLERS:
+        return sampled(*map(int, where.split("_")), SAMPLERS[kind]())
     return KINDS[kind]({"mesh": mesh_of(where), "hosts": hosts})
 
 

@@ -81,6 +81,12 @@ def test_logits_in_parts_give_the_samples_of_whole_ones(case):
 
 
 @pytest.mark.slow
+def test_kernels_that_read_whole_rows_sample_no_part_of_one():
+    """A GPU's kernels are asked with two devices, which have 300 logits of each row; XLA samples."""
+    check_sampled(runs("rowkernels_2_600")["rowkernels_2_600"])
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", LAYOUTS)
 def test_two_hundred_requests_get_the_tokens_of_one_device(mesh):
     found = runs("many_one", f"many_{mesh}")

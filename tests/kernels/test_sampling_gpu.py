@@ -9,14 +9,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from levanter_infer.axes import MODEL
 from levanter_infer.decode import sampling_draw
 from levanter_infer.decode.sampling import History, LogitStats, sample
 from levanter_infer.engine.params import SamplingParams
 from levanter_infer.kernels.backend import DrawKey, DrawRules, RowKernels
 from levanter_infer.kernels.gpu import sampling as kernels
 from levanter_infer.kernels.registry import make_backend
+from levanter_infer.layers.shard_axis import REPLICATED, ShardAxis, Vocabulary
 from levanter_infer.runtime import gpu_compiler
 from tests.decode.sampling_oracle import table_of
+from tests.jaxprs import equations
 from tests.kernels.ragged import lowers_for_gpu
 from tests.kernels.test_sampling_tpu import (
     CASES,
@@ -36,6 +39,13 @@ BACKEND = make_backend("gpu_interpret" if INTERPRET else "gpu")
 ATOL = 2e-6 if INTERPRET else 2e-5
 """Tolerance of log probabilities: a GPU's exponentials and logarithms are Triton's in one and XLA's in the other."""
 RNG = np.random.default_rng(11)
+FEW = dict(_PARTS=2, _LANES=8, _DEPTH=2, _SEARCH_CHUNK=512)
+"""Sizes of the kernels with 32 candidates for a row, in place of 4,096."""
+
+
+def set_sizes(monkeypatch, sizes: dict[str, int]) -> None:
+    for name, size in sizes.items():
+        monkeypatch.setattr(kernels, name, size)
 
 
 def rules_of(terms: np.ndarray, top_k=None, top_p=None, draws=None) -> DrawRules:
@@ -54,9 +64,7 @@ def rules_of(terms: np.ndarray, top_k=None, top_p=None, draws=None) -> DrawRules
 def test_thresholds_choose_what_sorting_chooses(few, monkeypatch):
     """With ties, -inf, equal logits and zeros of both signs; with so few candidates that most rows are searched too."""
     if few:
-        sizes = dict(_PARTS=2, _LANES=8, _DEPTH=2, _SEARCH_CHUNK=512)
-        for name, size in sizes.items():
-            monkeypatch.setattr(kernels, name, size)
+        set_sizes(monkeypatch, FEW)
     rows = [row for row in range(ROWS) if row not in (4, 5, 6)]
     logits = hard_logits()[rows]
     terms = terms_of(logits, 1.0)
@@ -73,6 +81,30 @@ def test_thresholds_choose_what_sorting_chooses(few, monkeypatch):
         for row, (k, p) in enumerate(own):
             wanted = kept_by_sorting(logits[row], weights[row], k, np.float32(p))
             np.testing.assert_array_equal(np.flatnonzero(logits[row] >= threshold[row]), wanted, f"{rows[row]} {k} {p}")
+
+
+@pytest.mark.parametrize("sizes, vocab", [(FEW, 50), ({}, 5000)], ids=["few", "as they are"])
+def test_logits_that_tie_with_the_kth_count_for_top_p_where_they_are_no_candidates(sizes, vocab, monkeypatch):
+    """One logit stands above all others, which are equal: top_k keeps them all, and top_p is a share of all of their
+    weights. The candidates hold `seen` of them. In the third and fourth row the first logit is more than half of
+    what the candidates weigh, and less than half of all."""
+    set_sizes(monkeypatch, sizes)
+    seen, share = kernels._PARTS * kernels._LANES * kernels._DEPTH - 1, 0.5
+    assert seen < 0.9 * vocab
+    ratios = np.repeat(
+        [seen / 2, (seen + vocab) / 2, 1.2 * vocab], 2
+    )  # the weight of the first beside one of the others
+    logits = np.full((len(ratios), vocab), -0.5, np.float32)
+    logits[:, 7] = -0.5 + np.log(ratios)
+    terms = terms_of(logits, 1.0)
+    weights = np.asarray(weights_of(jnp.asarray(logits), jnp.asarray(terms)))
+    top_k = np.array([2, seen + 3] * 3)
+    rules = rules_of(terms, top_k, np.full(len(ratios), share))
+    threshold = jax.jit(functools.partial(kernels.thresholds, interpret=INTERPRET))(jnp.asarray(logits), rules)
+    kept = [kept_by_sorting(*row, k, share) for row, k in zip(zip(logits, weights, strict=True), top_k, strict=True)]
+    assert [len(ids) for ids in kept] == [vocab] * 4 + [1] * 2
+    for row, ids in enumerate(kept):
+        np.testing.assert_array_equal(np.flatnonzero(logits[row] >= threshold[row]), ids, str(row))
 
 
 @pytest.mark.parametrize("vocab", [257, VOCAB, 3001, pytest.param(70001, marks=pytest.mark.slow)])
@@ -133,6 +165,23 @@ def test_kernels_sample_what_xla_samples(changed):
     assert isinstance(BACKEND.sampling_kernels(jnp.asarray(hard_logits())), RowKernels)
     slots = np.where(np.arange(ROWS) == ROWS - 1, ROWS, np.arange(ROWS))  # the last is padding
     check_beside_xla(BACKEND, changed, slots, ATOL)
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_rows_are_drawn_by_kernels_where_one_device_has_all_of_them(parts):
+    """tests/engine/test_mesh.py compares the samples of two devices with those of one."""
+    vocab = Vocabulary(VOCAB, ShardAxis(MODEL, parts) if parts > 1 else REPLICATED)
+    table, lens = table_of([SamplingParams(top_k=3)] * 2, VOCAB), jnp.full(2, 2, jnp.int32)
+    history = History(lens, jnp.zeros((2, 8), jnp.int32), jnp.arange(2, dtype=jnp.int32), lens, lens)
+
+    def sampled(logits):
+        stats = LogitStats.of_kernel(BACKEND, logits, jnp.int32(2), vocab)
+        return sample(logits, table, history, max_top=0, stats=stats, vocab=vocab, backend=BACKEND).tokens
+
+    traced = jax.make_jaxpr(jax.vmap(sampled, axis_name=MODEL))(jnp.zeros((parts, 2, vocab.part_size)))
+    called = {each.params["name"] for each in equations(traced.jaxpr) if each.primitive.name == "pallas_call"}
+    samplers = {"candidates", "thresholds", "weight_sums", "descend"}
+    assert called & samplers == (samplers if parts == 1 else set())
 
 
 def test_rows_that_are_searched_and_rows_that_are_not_do_not_meet():

@@ -2,6 +2,8 @@
 devices."""
 
 import functools
+import json
+import re
 
 import haliax as hax
 import jax
@@ -9,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from haliax import Axis, NamedArray
-from jax.sharding import AbstractMesh
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
-from levanter_infer.axes import EMBED, MODEL, POSITION
+from levanter_infer.axes import DATA, EMBED, MODEL, POSITION
 from levanter_infer.kernels.xla.backend import XlaBackend
 from levanter_infer.layers.attention import AttentionInputs
 from levanter_infer.layers.collective_matmul import gathered, scattered
@@ -93,6 +95,30 @@ def test_matmuls_beside_transfers_are_those_of_all_columns(parts):
     summed = jax.vmap(lambda x, weight: scattered(x, weight, ring, backend), axis_name=MODEL)(inputs, back)
     expected = np.einsum("dri,doi->ro", inputs, back)
     np.testing.assert_allclose(np.concatenate(list(summed), 1), expected, rtol=1e-4, atol=1e-4)
+
+
+def shifts(by: int):
+    """`ShardAxis.shifted` by each of two rings of four devices."""
+    mesh = AbstractMesh((2, 4), (DATA, MODEL))
+    spec = PartitionSpec((DATA, MODEL))
+    shifted = functools.partial(ShardAxis(MODEL, 4).shifted, by=by)
+    function = jax.shard_map(shifted, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    return jax.jit(function).trace(jax.ShapeDtypeStruct((8,), jnp.float32, sharding=NamedSharding(mesh, spec)))
+
+
+@pytest.mark.parametrize("by", [1, -1])
+def test_a_shift_is_a_permute_on_a_tpu_and_a_gather_of_one_ring_on_a_cpu(by):
+    """Rings may take different numbers of steps, and a CPU's permute is one rendezvous of the devices of all."""
+    values = jnp.arange(4)
+    found = jax.vmap(lambda own: ShardAxis(MODEL, 4).shifted(own, by), axis_name=MODEL)(values)
+    np.testing.assert_array_equal(found, np.roll(values, by))
+    on_tpu, on_cpu = (shifts(by).lower(lowering_platforms=(platform,)).as_text() for platform in ("tpu", "cpu"))
+    pairs = re.findall(r"source_target_pairs = dense<(.*?)> :", on_tpu)
+    assert [json.loads(each) for each in pairs] == [
+        [[ring + i, ring + (i + by) % 4] for ring in (0, 4) for i in range(4)]
+    ]
+    assert "all_gather" not in on_tpu
+    assert "all_gather" in on_cpu and "collective_permute" not in on_cpu
 
 
 class Apart(Ring):

@@ -73,11 +73,23 @@ class ShardAxis:
         return jax.lax.dynamic_slice_in_dim(values, self.index * size, size, axis)
 
     def shifted(self, values: Array, by: int) -> Array:
-        """The values of the device that is `by` places before this one in the ring of all."""
+        """The values of the device that is `by` places before this one in the ring of all.
+
+        XLA's CPU backend lets a permute wait for every device of the mesh, also those of other rings, which may have
+        fewer steps to compute; a gather waits for those of its own ring alone.
+        """
         if self.mesh_axis is None:
             return values
         pairs = [(i, (i + by) % self.parts) for i in range(self.parts)]
-        return jax.lax.ppermute(values, self.mesh_axis, pairs)
+
+        def of_gathered(values: Array) -> Array:
+            every = jax.lax.all_gather(values, self.mesh_axis)
+            return jax.lax.dynamic_index_in_dim(every, (self.index - by) % self.parts, keepdims=False)
+
+        def permuted(values: Array) -> Array:
+            return jax.lax.ppermute(values, self.mesh_axis, pairs)
+
+        return jax.lax.platform_dependent(values, cpu=of_gathered, default=permuted)
 
     @property
     def index(self) -> Array:
