@@ -12,11 +12,11 @@ from levanter_infer.structured.automaton import (
     ConstraintError,
     TooManyStates,
     from_bytes,
+    intersection,
     mask_words,
     of_allowed,
     of_choices,
     packed,
-    intersection,
     without,
 )
 from levanter_infer.structured.guide import Guides
