@@ -2,7 +2,11 @@
 
 import dataclasses
 import json
+import os
 import re
+import subprocess
+import sys
+from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
@@ -29,6 +33,7 @@ PERSON = SamplingParams(
 )
 NEST = SamplingParams(grammar='start: "(" start ")" | "x"', max_tokens=40)
 PROMPT = "the cat"
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -236,3 +241,69 @@ def test_samples_that_go_on_from_others_take_no_constraint(engine):
         engine.resample(request, [0, 0])
     engine.cancel(request)
     engine.drain()
+
+
+ON_MESHES = """
+import dataclasses, json, sys
+import jax.numpy as jnp, numpy as np
+from levanter_infer import InferenceEngine, Request, load_model
+from levanter_infer.engine.mesh import MeshConfig
+from tests.engine.test_structured_output import CODE, CONFIG, NEST, PERSON, PROMPT, check
+
+def first_is_70(logits, history, memory):
+    only = jnp.where(jnp.arange(logits.shape[0]) == 70, 0.0, -jnp.inf)
+    return jnp.where((memory == 0) & (history.seq_len == history.prompt_len), only, logits), memory + 1
+
+model = load_model("models/tiny", dtype="float32")
+params = [dataclasses.replace(each, n=2) for each in (CODE, PERSON, NEST)] * 3
+requests = [Request(PROMPT, sampling=each, id=str(i)) for i, each in enumerate(params)]
+found = []
+for mesh in (None, MeshConfig(model=2), MeshConfig(data=2)):
+    outputs = InferenceEngine(*model, CONFIG, mesh=mesh, constraints=True).generate(requests)
+    for output, each in zip(outputs, params):
+        for completion in output.completions:
+            check(each, completion)
+    found.append([[c.token_ids for c in output.completions] for output in outputs])
+mod = dict(logits_mod=first_is_70, logits_mod_init=np.int32(0))
+engine = InferenceEngine(*model, CONFIG, mesh=MeshConfig(model=2), **mod)
+first = [c.token_ids[0] for o in engine.generate([PROMPT] * 5) for c in o.completions]
+print(json.dumps({"equal": [each == found[0] for each in found], "first": first}))
+"""
+
+
+@pytest.mark.slow
+def test_tokens_on_meshes_are_those_of_one_device():
+    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-W", "ignore", "-c", ON_MESHES]
+    done = subprocess.run(command, cwd=ROOT, env=os.environ | flags, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert json.loads(done.stdout.splitlines()[-1]) == {"equal": [True] * 3, "first": [70] * 5}
+
+
+@pytest.mark.slow
+def test_ten_thousand_samples_over_twenty_schemas_parse(model):
+    word, number = {"type": "string", "maxLength": 6}, {"type": "string", "pattern": "^[1-9][0-9]{0,3}$"}
+    parts = [word, number, {"type": "boolean"}, {"enum": ["a", 1, None]}, {"type": "string", "format": "date"}]
+    schemas: list[dict] = [PERSON.json_schema]  # type: ignore[list-item]
+    for i in range(18):
+        part = [word, number, {"type": "boolean"}, {"enum": ["a", 1, None]}, {"type": "string", "format": "date"}][
+            i % 5
+        ]
+        names = [f"k{j}" for j in range(i % 4 + 1)]
+        objects = {"type": "object", "properties": dict.fromkeys(names, part), "required": names[: i % 3]}
+        schemas.append([objects, {"type": "array", "items": objects, "maxItems": 2}, {"anyOf": [part, objects]}][i % 3])
+    schemas.append({"$defs": {"x": word}, "type": "object", "properties": {"x": {"$ref": "#/$defs/x"}}})
+    engine = InferenceEngine(*model, dataclasses.replace(CONFIG, max_seqs=64, max_constraints=8), constraints=True)
+    outputs = engine.generate(
+        [PROMPT] * len(schemas), [SamplingParams(json_schema=s, max_tokens=170, n=100, seed=1) for s in schemas]
+    )
+    texts = [(s, c) for s, o in zip(schemas, outputs, strict=True) for c in o.completions]
+    for seed in range(2, 6):
+        more = [SamplingParams(json_schema=s, max_tokens=170, n=100, seed=seed) for s in schemas]
+        outputs = engine.generate([PROMPT] * len(schemas), more)
+        texts += [(s, c) for s, o in zip(schemas, outputs, strict=True) for c in o.completions]
+    assert len(texts) == 10_000
+    for schema, completion in texts:
+        assert completion.finish_reason == "stop", (schema, completion.text)
+        json.loads(completion.text)
+    assert engine.stats()["programs"]["round"] == 1

@@ -11,6 +11,7 @@ from jax._src.pallas.mosaic.interpret import interpret_pallas_call
 from jax.experimental.pallas import tpu as pltpu
 
 from levanter_infer.decode import sampling, sampling_draw
+from levanter_infer.decode.constraints import RowMasks
 from levanter_infer.decode.sampling import History, LogitStats, sample
 from levanter_infer.decode.sampling_filters import filter_thresholds, thresholds_by_kernels
 from levanter_infer.engine.params import SamplingParams
@@ -18,6 +19,7 @@ from levanter_infer.kernels.registry import make_backend
 from levanter_infer.kernels.tpu import sampling as kernels
 from levanter_infer.kernels.tpu.backend import TpuBackend
 from levanter_infer.layers.shard_axis import Vocabulary
+from levanter_infer.structured.automaton import packed
 from tests.decode.sampling_oracle import table_of
 
 pytestmark = pytest.mark.usefixtures("optimized")  # bits of what users run
@@ -228,18 +230,23 @@ def check_beside_xla(backend, changed: bool, slots: np.ndarray, atol: float) -> 
     tokens = jnp.argsort(-jnp.nan_to_num(logits), axis=1)[:, :20].astype(jnp.int32)  # likely ones, so that it matters
     history = History(lens, tokens, jnp.asarray(slots, jnp.int32), lens - 3, lens)
     used = slots < ROWS
+    allowed = np.random.default_rng(0).random((ROWS, VOCAB)) < 0.4
+    masks = RowMasks(jnp.asarray(packed(allowed)), jnp.arange(ROWS) % 3 == 0) if changed else None
 
     @functools.partial(jax.jit, static_argnums=1)
     def sampled(table, by_kernels: bool):
         own = backend if by_kernels else None
         stats = None if own is None else LogitStats.of_kernel(own, logits, jnp.int32(ROWS))
-        return sample(logits, table, history, max_top=3, stats=stats, backend=own)
+        return sample(logits, table, history, max_top=3, stats=stats, backend=own, masks=masks)
 
     for seed in range(4):
         table = table_of(params, VOCAB, seeds=[100 * seed + row for row in range(ROWS)])
         ours, theirs = sampled(table, True), sampled(table, False)
         for name in ("tokens", "finite", "top_ids"):
             np.testing.assert_array_equal(getattr(ours, name)[used], getattr(theirs, name)[used], name)
+        if masks is not None:
+            drawn = np.asarray(masks.constrained & ours.finite) & used
+            assert drawn.any() and allowed[drawn, np.asarray(ours.tokens)[drawn]].all()
         for name in ("logprobs", "processed_logprobs", "top_logprobs"):
             ours_of, theirs_of = getattr(ours, name)[used], getattr(theirs, name)[used]
             np.testing.assert_allclose(ours_of, theirs_of, atol=atol, err_msg=name)
