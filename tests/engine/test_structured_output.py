@@ -286,9 +286,7 @@ def test_ten_thousand_samples_over_twenty_schemas_parse(model):
     parts = [word, number, {"type": "boolean"}, {"enum": ["a", 1, None]}, {"type": "string", "format": "date"}]
     schemas: list[dict] = [PERSON.json_schema]  # type: ignore[list-item]
     for i in range(18):
-        part = [word, number, {"type": "boolean"}, {"enum": ["a", 1, None]}, {"type": "string", "format": "date"}][
-            i % 5
-        ]
+        part = parts[i % 5]
         names = [f"k{j}" for j in range(i % 4 + 1)]
         objects = {"type": "object", "properties": dict.fromkeys(names, part), "required": names[: i % 3]}
         schemas.append([objects, {"type": "array", "items": objects, "maxItems": 2}, {"anyOf": [part, objects]}][i % 3])

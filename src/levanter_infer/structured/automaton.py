@@ -110,8 +110,8 @@ def from_table(table: np.ndarray, class_of: np.ndarray, end: int | None = None) 
         end: the state after a sample has ended. Every state leads there; None: samples go on for ever.
     Raises: ConstraintError if no text is left; TooManyStates.
     """
-    columns, merged = np.unique(table, axis=1, return_inverse=True)
-    class_of = merged.reshape(-1)[class_of]
+    columns, merged = _distinct_columns(table)
+    class_of = merged[class_of]
     alive = _leading_to(columns, end) if end is not None else _going_on(columns)
     if not alive[0]:
         raise ConstraintError("no text of this vocabulary satisfies it")
@@ -126,12 +126,12 @@ def from_table(table: np.ndarray, class_of: np.ndarray, end: int | None = None) 
     if reached.sum() > MAX_STATES:
         raise TooManyStates(f"it has {int(reached.sum())} states over this vocabulary; at most {MAX_STATES} fit")
     number = np.append(np.where(reached, np.cumsum(reached) - 1, -1), -1).astype(np.int16)  # the last one is for -1
-    columns, merged = np.unique(number[table[reached]], axis=1, return_inverse=True)
+    columns, merged = _distinct_columns(number[table[reached]])
     if columns.shape[1] > MAX_CLASSES:
         raise TooManyStates(f"it tells {columns.shape[1]} classes of tokens apart; at most {MAX_CLASSES} fit")
     return TokenAutomaton(
         next=np.ascontiguousarray(columns),
-        class_of=merged.reshape(-1)[class_of].astype(np.uint16),
+        class_of=merged[class_of].astype(np.uint16),
         end=None if end is None else int(number[end]),
     )
 
@@ -155,8 +155,9 @@ def from_bytes(
         raise TooManyStates(f"it has {end} states over bytes, too many for a vocabulary of {len(tokens)} tokens")
     columns = np.pad(columns.astype(np.int16), ((0, 1), (0, 1)), constant_values=-1)  # one more row: of state -1
     table = np.full((end + 1, len(spelled) + 1), -1, np.int16)
+    spellings = _Spellings(spelled, columns.shape[1] - 1)
     for states in _parts(end, len(spelled)):
-        table[states, :-1] = _walk(columns, states, spelled)
+        spellings.walk(columns, states, table[states[0] : states[-1] + 1, :-1])
     table[:end, -1] = np.where(accepting, end, -1)
     class_of[[token for token in end_ids if token < len(class_of)]] = len(spelled)
     return from_table(table, class_of, end)
@@ -182,28 +183,59 @@ def _spellings(tokens: Sequence[bytes], byte_class: np.ndarray) -> tuple[np.ndar
     return spelled, of_tokens
 
 
-def _walk(columns: np.ndarray, states: np.ndarray, spelled: np.ndarray) -> np.ndarray:
-    """The states after each spelling, i32[state, spelling], from each of `states`.
+class _Spellings:
+    """The distinct spellings as a trie, so that a prefix of many is followed once.
 
-    Args: columns: i32[state + 1, class + 1]; the last row and the last column lead nowhere.
+    Args: spelled: u16[spelling, byte] of `_spellings`; none: the class that leads nowhere, after which a spelling ends.
     """
-    stay = columns.shape[1]  # one more than the class that leads nowhere: the spelling has ended
-    order = np.lexsort(spelled.T[::-1])
-    ordered = spelled[order]
-    reached = np.repeat(states[:, None], len(ordered), axis=1).astype(np.int32)
-    for place in range(ordered.shape[1]):
-        longer = np.flatnonzero(ordered[:, place] != stay)
-        if not len(longer):
-            break
-        prefix = ordered[longer, : place + 1]
-        first = np.ones(len(longer), bool)
-        first[1:] = np.any(prefix[1:] != prefix[:-1], axis=1)
-        distinct = longer[first]
-        after = columns[reached[:, distinct], ordered[distinct, place][None, :]]
-        reached[:, longer] = after[:, np.cumsum(first) - 1]
-    result = np.empty_like(reached)
-    result[:, order] = reached
-    return result
+
+    def __init__(self, spelled: np.ndarray, none: int):
+        order = np.lexsort(spelled.T[::-1])
+        ordered = spelled[order]
+        self._levels: list[tuple[np.ndarray, np.ndarray]] = []
+        """Of the nodes of each depth: their parents among those of the depth before, and the classes of their bytes."""
+        self._ends: list[tuple[np.ndarray, np.ndarray]] = []
+        """Of each depth: spellings that end there, and their nodes."""
+        node = np.zeros(len(ordered), np.int64)
+        alive = np.arange(len(ordered))
+        for place in range(ordered.shape[1]):
+            alive = alive[ordered[alive, place] <= none]
+            if not len(alive):
+                break
+            parent, step = node[alive], ordered[alive, place]
+            first = np.ones(len(alive), bool)
+            first[1:] = (parent[1:] != parent[:-1]) | (step[1:] != step[:-1])
+            self._levels.append((parent[first], step[first].astype(np.int64)))
+            node[alive] = np.cumsum(first) - 1
+            ends = alive if place + 1 == ordered.shape[1] else alive[ordered[alive, place + 1] > none]
+            self._ends.append((order[ends], node[ends]))
+
+    def walk(self, columns: np.ndarray, states: np.ndarray, into: np.ndarray) -> None:
+        """Write the states after each spelling, i16[state, spelling], from each of `states`.
+
+        Args: columns: i16[state + 1, class + 1]; the last row and the last column lead nowhere.
+        """
+        reached = states.astype(np.int16)[:, None]
+        for (parents, steps), (ending, nodes) in zip(self._levels, self._ends, strict=True):
+            reached = columns[reached[:, parents], steps[None, :]]
+            into[:, ending] = reached[:, nodes]
+
+
+def _distinct_columns(table: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The distinct columns of a table, and which one each column is. Columns are told apart by a random sum of their
+    entries, and compared with the first of their sum."""
+    weights = np.random.default_rng(0).integers(1, 2**63, len(table), np.uint64)
+    sums = np.zeros(table.shape[1], np.uint64)
+    for row, weight in zip(table, weights, strict=True):
+        sums += row.astype(np.uint64) * weight
+    _, first, which = np.unique(sums, return_index=True, return_inverse=True)
+    columns, which = table[:, first], which.reshape(-1)
+    size = max(1, _CHUNK_ENTRIES // max(table.shape[1], 1))
+    for begin in range(0, len(table), size):
+        if not np.array_equal(columns[begin : begin + size][:, which], table[begin : begin + size]):
+            columns, which = np.unique(table, axis=1, return_inverse=True)  # two sums were equal by chance
+            return columns, which.reshape(-1)
+    return columns, which
 
 
 def _leading_to(table: np.ndarray, end: int) -> np.ndarray:
