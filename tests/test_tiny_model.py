@@ -46,6 +46,8 @@ def test_a_chat_is_answered(engine):
 
 def test_a_tokenizer_of_another_model_is_noticed(engine):
     class Stranger:
+        eos_token_ids = ()
+
         def encode(self, text):
             return [engine.shapes.limits.vocab_size]
 

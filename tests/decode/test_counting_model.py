@@ -96,8 +96,9 @@ def continuation(prompt: list[int], sampling: SamplingParams) -> tuple[list[int]
     return tokens[len(prompt) :], "length"
 
 
-def pick(logits, rows, history, *, max_top, stats, vocab, backend) -> SampleOutput:
+def pick(logits, rows, history, *, max_top, stats, vocab, backend, modified=None, masks=None) -> SampleOutput:
     """`sampling.sample` at temperature 0, which also depends on the history of each row."""
+    assert modified is None and masks is None
     lens = history.seq_lens
     is_wrong = (history.positions != lens) | (history.prompt_lens > lens) | (history.slot_ids < 0)
     token = jnp.argmax(logits, axis=1).astype(jnp.int32) + is_wrong.astype(jnp.int32)

@@ -35,12 +35,12 @@ _OWN = {
     ),
     "prompt": ("max_tokens", "logprobs", "best_of", "response_format"),
 }
-_NO_EFFECT = (
+NO_EFFECT = (
     *("user", "metadata", "store", "service_tier", "stream_options", "parallel_tool_calls"),
     *("safety_identifier", "prompt_cache_key", "prompt_cache_retention", "prompt_cache_options", "prediction"),
 )
 """Parameters without effect on the tokens and log probabilities of an answer."""
-_ONLY: dict[str, tuple[Any, ...]] = {
+ONLY: dict[str, tuple[Any, ...]] = {
     "stream": (False,),
     "modalities": (["text"],),
     "echo": (False,),
@@ -82,12 +82,12 @@ def body_row(
         own: sampling parameters by our names, and keys of rows, that the body may have besides OpenAI's.
     Raises: ValueError for what is unknown or not supported.
     """
-    check_keys(body, list(dict.fromkeys((*parameters(kind), *own, *_NO_EFFECT, *_ONLY))), "body")
+    check_keys(body, list(dict.fromkeys((*parameters(kind), *own, *NO_EFFECT, *ONLY))), "body")
     given = {key: value for key, value in body.items() if value is not None}
     model = given.get("model")
     if model is not None and model not in model_names:
         raise ValueError(f"body.model is {brief(model)}; expected one of {', '.join(model_names)}")
-    for key, values in _ONLY.items():
+    for key, values in ONLY.items():
         if key in given and not any(type(given[key]) is type(value) and given[key] == value for value in values):
             possible = " or ".join([*(json.dumps(value) for value in values), "null"])
             raise ValueError(f"body.{key} is {brief(given[key])}, which {taker} cannot do; expected {possible}")

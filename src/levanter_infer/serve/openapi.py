@@ -1,49 +1,74 @@
 """The OpenAPI description of the endpoints, from the tables that check requests."""
 
-import dataclasses
 from typing import Any
 
-from levanter_infer.engine.params import SamplingParams
 from levanter_infer.fingerprint import package_version
-from levanter_infer.io.openai import PROMPTS, parameters
-from levanter_infer.io.prompts import ROW_POLICIES
+from levanter_infer.io.openai import NO_EFFECT, ONLY, PROMPTS, parameters
 from levanter_infer.serve.calls import CALL_KEYS, OWN
 
 _NULL: dict[str, Any] = {"type": "null"}
-_IDS: dict[str, Any] = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
-_TYPES: dict[str, dict[str, Any]] = {
-    "str": {"type": "string"},
-    "int": {"type": "integer"},
-    "float": {"type": "number"},
-    "bool": {"type": "boolean"},
-}
+_TEXT: dict[str, Any] = {"type": "string"}
+_COUNT: dict[str, Any] = {"type": "integer", "minimum": 0}
+_FLAG: dict[str, Any] = {"type": "boolean"}
+_IDS: dict[str, Any] = {"type": "array", "items": _COUNT, "minItems": 1}
+
+
+def _array(items: dict[str, Any], **more: Any) -> dict[str, Any]:
+    return {"type": "array", "items": items, **more}
+
+
+def _object(properties: dict[str, Any], **more: Any) -> dict[str, Any]:
+    """An object with all of these properties, and maybe others."""
+    return {"type": "object", "properties": properties, "required": list(properties), **more}
+
+
+def _or_null(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"anyOf": [schema, _NULL]}
+
+
+def _between(low: float, high: float | None = None, kind: str = "number") -> dict[str, Any]:
+    return {"type": kind, "minimum": low} | ({} if high is None else {"maximum": high})
+
+
 _SCHEMAS: dict[str, Any] = {
-    "model": {"type": "string"},
-    "prompt": {
-        "anyOf": [
-            {"type": "string"},
-            _IDS,
-            {"type": "array", "items": {"type": "string"}, "minItems": 1},
-            {"type": "array", "items": _IDS, "minItems": 1},
-        ]
-    },
-    "messages": {
-        "type": "array",
-        "minItems": 1,
-        "items": {
+    "model": _TEXT,
+    "prompt": {"anyOf": [_TEXT, _IDS, _array(_TEXT, minItems=1), _array(_IDS, minItems=1)]},
+    "messages": _array(
+        {
             "type": "object",
             "required": ["role"],
-            "properties": {"role": {"type": "string"}, "content": {"type": ["string", "array", "null"]}},
+            "properties": {
+                "role": _TEXT,
+                "content": {
+                    "anyOf": [_TEXT, _array(_object({"type": {"const": "text"}, "text": _TEXT})), _NULL],
+                },
+            },
         },
+        minItems=1,
+    ),
+    **dict.fromkeys(("n", "best_of", "num_beams"), _between(1, kind="integer")),
+    **dict.fromkeys(("max_tokens", "max_completion_tokens", "min_tokens", "logprobs", "top_logprobs"), _COUNT),
+    **dict.fromkeys(("prompt_logprobs", "seed"), _COUNT),
+    **dict.fromkeys(("frequency_penalty", "presence_penalty"), _between(-2, 2)),
+    "temperature": _between(0, 1e6),
+    "top_k": _between(-1, kind="integer"),
+    "top_p": {"type": "number", "exclusiveMinimum": 0, "maximum": 1},
+    "min_p": _between(0, 1),
+    "repetition_penalty": _between(0.01, 100),
+    "length_penalty": _between(-10, 10),
+    "stop": {"anyOf": [{"type": "string", "minLength": 1}, _array({"type": "string", "minLength": 1})]},
+    "stop_token_ids": _array({"anyOf": [_COUNT, _IDS]}),
+    "logit_bias": {
+        "type": "object",
+        "propertyNames": {"pattern": "^[0-9]{1,9}$"},
+        "additionalProperties": _between(-1e30, 1e30),
     },
-    "stop": {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]},
-    "stop_token_ids": {"type": "array", "items": {"anyOf": [{"type": "integer"}, _IDS]}},
-    "logit_bias": {"type": "object", "additionalProperties": {"type": "number"}},
-    "early_stopping": {"anyOf": [{"type": "boolean"}, {"const": "never"}]},
+    "regex": _TEXT,
+    "grammar": _TEXT,
     "json_schema": {"type": ["object", "boolean", "string"]},
-    "choice": {"type": "array", "items": {"type": "string", "minLength": 1}, "minItems": 1},
+    "choice": _array({"type": "string", "minLength": 1}, minItems=1),
     "allowed_token_ids": _IDS,
-    "bad_words": {"type": "array", "items": {"anyOf": [{"type": "string", "minLength": 1}, _IDS]}},
+    "bad_words": _array({"anyOf": [{"type": "string", "minLength": 1}, _IDS]}),
     "response_format": {
         "type": "object",
         "required": ["type"],
@@ -52,17 +77,80 @@ _SCHEMAS: dict[str, Any] = {
             "json_schema": {"type": "object", "required": ["schema"]},
         },
     },
-    "cache_salt": {"type": "string"},
-    "priority": {"type": "integer"},
-    "timeout_s": {"type": "number"},
-    "stream_options": {"type": "object", "properties": {"include_usage": {"type": "boolean"}}},
-    "max_completion_tokens": {"type": "integer"},
-    "top_logprobs": {"type": "integer"},
-    "tools": {"type": "array", "items": {"type": "object"}},
+    "early_stopping": {"anyOf": [_FLAG, {"const": "never"}]},
+    "cache_salt": _TEXT,
+    "priority": _between(-(2**31), 2**31 - 2, "integer"),
+    "timeout_s": {"type": "number", "exclusiveMinimum": 0, "maximum": 1e9},
+    "stream_options": {
+        "type": "object",
+        "properties": {"include_usage": {"anyOf": [_FLAG, _NULL]}},
+        "additionalProperties": False,
+    },
+    "tools": _array({"type": "object"}),
+    "tool_choice": {"enum": ["auto", "none"]},
     "chat_template_kwargs": {"type": "object"},
-    **dict.fromkeys(("stream", "return_token_ids", "echo", "add_generation_prompt"), {"type": "boolean"}),
-    "continue_final_message": {"type": "boolean"},
+    **dict.fromkeys(("stream", "return_token_ids", "echo", "add_generation_prompt", "ignore_eos"), _FLAG),
+    "continue_final_message": _FLAG,
 }
+"""Of the values that a parameter may have. An engine allows less than what has no bound here: it has so many tokens."""
+
+_USAGE = _object(dict.fromkeys(("prompt_tokens", "completion_tokens", "total_tokens"), _COUNT))
+_TOP = {"type": "object", "additionalProperties": {"type": "number"}}
+_ENTRY = {"token": _TEXT, "bytes": _or_null(_array(_between(0, 255, "integer"))), "logprob": {"type": "number"}}
+_LOGPROBS = {
+    "prompt": {
+        "tokens": _array(_TEXT),
+        "token_logprobs": _array(_or_null({"type": "number"})),
+        "top_logprobs": _or_null(_array(_or_null(_TOP))),
+        "text_offset": _array(_COUNT),
+    },
+    "messages": {
+        "content": _array(_object(_ENTRY | {"top_logprobs": _array(_object(_ENTRY))})),
+        "refusal": _NULL,
+    },
+}
+_CONTENT = {
+    "prompt": {"text": _TEXT},
+    "messages": {
+        "message": _object({"role": {"const": "assistant"}, "content": _TEXT, "refusal": _NULL}),
+    },
+}
+_ERROR = _object({"error": _object({"message": _TEXT, "type": _TEXT, "param": _NULL, "code": _NULL})})
+
+
+def _answer(kind: str) -> dict[str, Any]:
+    """The body of an answer that is no stream; kind: of the prompt."""
+    choice = _CONTENT[kind] | {
+        "index": _COUNT,
+        "logprobs": _or_null(_object(_LOGPROBS[kind])),
+        "finish_reason": {"enum": ["stop", "length"]},
+        "stop_reason": {"anyOf": [_TEXT, _COUNT, _IDS, _NULL]},
+        "weights_version": _or_null(_COUNT),
+        "seed": _or_null(_COUNT),
+    }
+    return _object(
+        {
+            "id": _TEXT,
+            "object": {"const": "text_completion" if kind == "prompt" else "chat.completion"},
+            "created": _COUNT,
+            "model": _TEXT,
+            "choices": _array(_object(choice), minItems=1),
+            "usage": _USAGE,
+        }
+    )
+
+
+def _json(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"content": {"application/json": {"schema": schema}}}
+
+
+_GET: dict[str, dict[str, Any]] = {
+    "/v1/models": _json(_object({"object": {"const": "list"}, "data": _array(_object({"id": _TEXT}))})),
+    "/health": _json(_object({"status": {"const": "ok"}})),
+    "/metrics": {"content": {"text/plain": {"schema": _TEXT}}},
+    "/version": _json(_object({"version": _TEXT})),
+}
+"""The answers of endpoints without parameters."""
 
 
 def description(has_key: bool) -> dict[str, Any]:
@@ -71,38 +159,27 @@ def description(has_key: bool) -> dict[str, Any]:
     Args:
         has_key: whether requests need an API key.
     """
-    answer = {"content": {"application/json": {"schema": {"type": "object"}}}}
     statuses = {
-        "200": {"description": "The answer, or a stream of server-sent events."},
         "400": {"description": "The request is malformed, or has an unknown or unsupported parameter."},
         "401": {"description": "The API key is missing or wrong."},
         "408": {"description": "The request's timeout_s passed."},
         "413": {"description": "The body is too large."},
-        "429": {"description": "The queue is full; Retry-After has the seconds to wait."},
+        "429": {
+            "description": "The queue is full; Retry-After has the seconds to wait.",
+            "headers": {"Retry-After": {"required": True, "schema": _between(1, kind="integer")}},
+        },
         "500": {"description": "The model's logits were not finite."},
         "503": {"description": "The engine has stopped."},
     }
-    responses = {
-        status: {**said, **({} if status == "200" else answer)}
-        for status, said in statuses.items()
-        if has_key or status != "401"
-    }
-    paths: dict[str, Any] = {
-        path: {
-            "post": {
-                "operationId": path.removeprefix("/v1/").replace("/", "_"),
-                "requestBody": {"required": True, "content": {"application/json": {"schema": _body(kind)}}},
-                "responses": responses,
-            }
-        }
-        for path, kind in PROMPTS.items()
-    }
-    for path in ("/v1/models", "/health", "/metrics", "/version"):
-        found = {"200": {"description": "The answer."}}
+    failures = {status: {**said, **_json(_ERROR)} for status, said in statuses.items() if has_key or status != "401"}
+    paths: dict[str, Any] = {path: {"post": _post(path, kind, failures)} for path, kind in PROMPTS.items()}
+    for path, answer in _GET.items():
+        found = {"200": {"description": "The answer.", **answer}}
         if path == "/health":
-            found |= {"503": statuses["503"]}
+            not_ready = _object({"status": {"const": "not ready"}, "error": _TEXT})
+            found |= {"503": {"description": "The engine takes no requests.", **_json(not_ready)}}
         elif has_key:
-            found |= {"401": statuses["401"]}
+            found |= {"401": failures["401"]}
         paths[path] = {"get": {"operationId": path.strip("/").replace("/", "_"), "responses": found}}
     whole: dict[str, Any] = {
         "openapi": "3.1.0",
@@ -115,9 +192,23 @@ def description(has_key: bool) -> dict[str, Any]:
     return whole
 
 
+def _post(path: str, kind: str, failures: dict[str, Any]) -> dict[str, Any]:
+    stream = {"text/event-stream": {"schema": _object({"data": _TEXT})}}  # of one event
+    answers = {"description": "The answer, or a stream of server-sent events.", **_json(_answer(kind))}
+    answers["content"] |= stream
+    return {
+        "operationId": path.removeprefix("/v1/").replace("/", "_"),
+        "requestBody": {"required": True, **_json(_body(kind))},
+        "responses": {"200": answers, **failures},
+    }
+
+
 def _body(kind: str) -> dict[str, Any]:
     names = [*parameters(kind), *OWN, *(key for key in CALL_KEYS if kind == "prompt" or key != "echo")]
-    properties = {name: _schema(name, kind) for name in dict.fromkeys(names)}
+    properties = {name: _schema(name, kind) for name in names}
+    properties = (
+        {name: {} for name in NO_EFFECT} | {name: {"enum": [*o, None]} for name, o in ONLY.items()} | properties
+    )
     return {"type": "object", "required": [kind], "properties": properties, "additionalProperties": False}
 
 
@@ -125,12 +216,5 @@ def _schema(name: str, kind: str) -> dict[str, Any]:
     if name == kind:
         return _SCHEMAS[name]
     if name == "logprobs" and kind == "messages":
-        return {"anyOf": [{"type": "boolean"}, _NULL]}
-    if name in _SCHEMAS:
-        return {"anyOf": [_SCHEMAS[name], _NULL]}
-    written = {f.name: str(f.type) for f in dataclasses.fields(SamplingParams)}.get(name, "")
-    own = [_TYPES[each] for each in written.split(" | ") if each in _TYPES]
-    return {"anyOf": [*own, _NULL]} if own else {}
-
-
-assert set(ROW_POLICIES) <= set(_SCHEMAS)
+        return _or_null(_FLAG)
+    return _or_null(_SCHEMAS[name]) if name in _SCHEMAS else {}

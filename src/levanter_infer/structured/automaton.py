@@ -222,8 +222,8 @@ class _Spellings:
 
 
 def _distinct_columns(table: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The distinct columns of a table, and which one each column is. Columns are told apart by a random sum of their
-    entries, and compared with the first of their sum."""
+    """The distinct columns of a table, and which one each column is. Columns differ if a random sum of their entries
+    does, and are compared with the first of their sum."""
     weights = np.random.default_rng(0).integers(1, 2**63, len(table), np.uint64)
     sums = np.zeros(table.shape[1], np.uint64)
     for row, weight in zip(table, weights, strict=True):
