@@ -1,5 +1,6 @@
 """lm-evaluation-harness on an engine: its own evaluation of local tasks, held to an uncached forward."""
 
+import functools
 import json
 import random
 import re
@@ -7,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import equinox as eqx
 import numpy as np
 import pytest
 
@@ -16,7 +18,7 @@ from lm_eval.api.instance import Instance
 from lm_eval.tasks import TaskManager
 
 from levanter_infer import EngineConfig, InferenceEngine, SamplingParams, load_model
-from levanter_infer.lm_eval import EngineLM
+from levanter_infer.lm_eval import EngineLM, main
 from tests.tiny_models import uncached_logprobs
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "evaluation.md"
@@ -149,11 +151,62 @@ def test_a_batch_size_is_refused():
         EngineLM.create_from_arg_string("model=models/tiny", {"batch_size": 8})
 
 
-def test_the_command_is_that_of_the_harness():
-    done = subprocess.run(
-        [sys.executable, "-m", "levanter_infer.lm_eval", "--help"], capture_output=True, text=True, timeout=120
+def test_the_command_is_that_of_the_harness(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["lm_eval", "--help"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 0 and "ls tasks" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda:0"])
+def test_a_device_is_refused_by_the_command(monkeypatch, capsys, device):
+    monkeypatch.setattr(
+        sys, "argv", ["lm_eval", "--model=levanter-infer", "--model_args", "model=x", "--device", device]
     )
-    assert done.returncode == 0 and "ls tasks" in done.stdout
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2 and f"--device='{device}': JAX chooses" in capsys.readouterr().err
+
+
+def test_a_device_is_refused_beside_model_args():
+    with pytest.raises(ValueError, match="device='cpu': JAX chooses the device; leave it out, and set JAX_PLATFORMS"):
+        EngineLM.create_from_arg_string("model=models/tiny", {"device": "cpu"})
+
+
+def test_of_two_tokens_that_are_equally_likely_the_first_is_the_greedy_one(lm, model):
+    """As the harness' `hf` model finds it, by argmax, and as greedy sampling chooses."""
+    ids = model[1].encode("17+25=")
+    first = int(np.argmax(uncached_logprobs(model[0], ids, LENGTH)[-1]))
+    name = "embeddings" if model[0].lm_head is None else "lm_head"
+    rows = getattr(model[0], name).weight.array
+    try:
+        for low, high in ((first, first + 1), (first - 1, first)):
+            both = rows.at[np.array([low, high])].set(rows[first])
+            lm._engine.swap_weights(eqx.tree_at(lambda m: getattr(m, name).weight.array, model[0], both))
+            scores = lm._loglikelihood_tokens([(None, ids, [low]), (None, ids, [high])], True)
+            assert scores[0][0] == scores[1][0] and [greedy for _, greedy in scores] == [True, False]
+            (plain,) = lm._engine.generate([ids], SamplingParams(max_tokens=1, temperature=0))
+            assert plain.completions[0].token_ids == [low]
+    finally:
+        lm._engine.swap_weights(model[0])
+
+
+@pytest.mark.slow
+def test_the_program_of_the_page_evaluates(tmp_path, monkeypatch):
+    """With a task of this repository in place of one that has to be downloaded."""
+    (code,) = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), flags=re.MULTILINE | re.DOTALL)
+    data = tmp_path / "docs.json"
+    data.write_text("\n".join(map(json.dumps, DOCS)))
+    task = {"task": "hellaswag", "dataset_path": "json", "test_split": "test", "output_type": "generate_until"}
+    task |= {"doc_to_text": "{{q}}", "doc_to_target": "{{a.strip()}}", "generation_kwargs": {"until": ["\n"]}}
+    task |= {"dataset_kwargs": {"data_files": {"test": str(data)}, "cache_dir": str(tmp_path / "cache")}}
+    (tmp_path / "task.yaml").write_text(json.dumps(task))
+    manager = TaskManager(include_path=str(tmp_path), include_defaults=False)
+    evaluate = functools.partial(lm_eval.simple_evaluate, task_manager=manager, bootstrap_iters=0)
+    monkeypatch.setattr(lm_eval, "simple_evaluate", evaluate)
+    namespace: dict = {}
+    exec(compile(code, str(PAGE), "exec"), namespace)
+    assert namespace["results"]["results"]["hellaswag"]["exact_match,none"] == pytest.approx(1 / 3)
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@
 Source: contexts are truncated, windows cut and texts ended as `HFLM` of lm_eval 0.4.13 does.
 """
 
+import argparse
 import collections
 import dataclasses
 import hashlib
@@ -12,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from lm_eval.__main__ import cli_evaluate
 from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
 from lm_eval.models.utils import has_bos_prefix, maybe_truncate, normalize_gen_kwargs, postprocess_generated_text
@@ -41,9 +43,12 @@ _GEN_KWARGS = (
     *_SAMPLING,
 )
 _NAMES_ELSEWHERE = {"pretrained": "model", "path": "model", "max_model_len": "max_seq_len", "max_length": "max_seq_len"}
+_NAME = "levanter-infer"
+_DEFAULT_DEVICE = "cuda:0"
+"""What the harness' command passes when it was given no device."""
 
 
-@register_model("levanter-infer")
+@register_model(_NAME)
 class EngineLM(TemplateLM):
     """An engine as a model of the harness. The engine forms the batches, whatever the order of the requests.
 
@@ -79,8 +84,8 @@ class EngineLM(TemplateLM):
             arg_dict: `model` (as of `load_model`), and where wanted `revision`, `dtype`, `tokenizer` (a directory, URL
                 or hub id), `seed`, `max_gen_toks` and the fields of `EngineConfig`.
             additional_config: the harness' `batch_size` and `max_batch_size`, which stay at their defaults, and
-                `device`, which the command always passes ("cuda:0") and which JAX's choice of devices replaces.
-        Raises: ValueError for an unknown name, a wrong value, or a batch size.
+                `device`, which is None or what the harness' command passes when it was given none ("cuda:0").
+        Raises: ValueError for an unknown name, a wrong value, a batch size or a device.
         """
         check_names("model_args", arg_dict, [*_LOAD, *_ENGINE], _NAMES_ELSEWHERE, "argument")
         if not arg_dict.get("model"):
@@ -91,6 +96,9 @@ class EngineLM(TemplateLM):
                 raise ValueError(
                     f"{name}={brief(value)}: the engine forms its batches; leave it out, and use max_seqs in model_args"
                 )
+        device = (additional_config or {}).get("device")
+        if device not in (None, _DEFAULT_DEVICE):
+            raise ValueError(_device_refusal(device))
         config = EngineConfig(**{name: value for name, value in arg_dict.items() if name in _ENGINE})
         model, tokenizer = load_model(arg_dict["model"], dtype=arg_dict.get("dtype"), revision=arg_dict.get("revision"))
         if arg_dict.get("tokenizer"):
@@ -244,7 +252,22 @@ def _score(output: RequestOutput, continuation: Sequence[int]) -> tuple[float, b
     return float(np.sum(output.prompt_logprobs[-count:], dtype=np.float64)), best == list(continuation)
 
 
-if __name__ == "__main__":
-    from lm_eval.__main__ import cli_evaluate
+def _device_refusal(device) -> str:
+    return f"device={brief(device)}: JAX chooses the device; leave it out, and set JAX_PLATFORMS (cpu, cuda, tpu)"
 
+
+def main() -> None:
+    """The harness' command. Exits with 2 for `--device` with an engine, which the harness itself could not tell from
+    its default."""
+    seen = argparse.ArgumentParser(add_help=False)
+    seen.add_argument("--model", "-M")
+    seen.add_argument("--model_args", "-a")
+    seen.add_argument("--device")
+    given, _ = seen.parse_known_args()
+    if given.model == _NAME and given.device is not None:
+        seen.exit(2, f"--{_device_refusal(given.device)}\n")
     cli_evaluate()
+
+
+if __name__ == "__main__":
+    main()
