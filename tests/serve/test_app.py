@@ -4,7 +4,9 @@ import asyncio
 import json
 import math
 import random
+import re
 import time
+from pathlib import Path
 
 import httpx
 import numpy as np
@@ -69,6 +71,16 @@ def test_completions_equal_the_engines(client, expected):
         assert [len(top) for top in choice.logprobs.top_logprobs] == [2] * len(own.token_ids)
     assert answer.usage.prompt_tokens == sum(len(o.prompt_token_ids) for o in expected["greedy"])
     assert [choice.index for choice in answer.choices] == [0, 1]
+
+
+def test_documented_program_gets_an_answer(served, capsys):
+    page = (Path(__file__).resolve().parents[2] / "docs/serving.md").read_text()
+    programs = re.findall(r"^```python\n(.*?)^```$", page, flags=re.MULTILINE | re.DOTALL)
+    assert programs
+    for program in programs:
+        assert "http://127.0.0.1:8000" in program
+        exec(program.replace("http://127.0.0.1:8000", served.url), {})
+    assert capsys.readouterr().out.strip() == "42"
 
 
 def test_seeds_parameters_and_token_ids_are_applied(client, expected):
