@@ -11,7 +11,7 @@ import pytest
 from levanter_infer.columns import OPTIONAL, TYPES, Columns, encode_row, stop_reason_text
 from levanter_infer.config import OutputConfig, load_config
 from levanter_infer.engine.params import SamplingParams
-from levanter_infer.engine.request import Completion, RequestOutput
+from levanter_infer.engine.request import NOT_FINITE, Completion, RequestOutput
 
 
 def completion(**changes):
@@ -103,7 +103,7 @@ def test_failed_request_has_a_row_of_the_same_columns_and_types():
     for name, kind in TYPES.items():
         if kind in ("text", "ints", "floats", "tops", "experts"):
             assert failed[name] is not None
-    broken = one(dataclasses.replace(OUTPUT, completions=[completion(finish_reason="error")]))
+    broken = one(dataclasses.replace(OUTPUT, completions=[completion(finish_reason="error", error=NOT_FINITE)]))
     assert broken["error"] == "the model's logits are not finite" and broken["token_ids"] == [5, 6]
 
 

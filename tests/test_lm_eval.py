@@ -4,6 +4,7 @@ import functools
 import json
 import random
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -204,8 +205,9 @@ def test_the_program_of_the_page_evaluates(tmp_path, monkeypatch):
     manager = TaskManager(include_path=str(tmp_path), include_defaults=False)
     evaluate = functools.partial(lm_eval.simple_evaluate, task_manager=manager, bootstrap_iters=0)
     monkeypatch.setattr(lm_eval, "simple_evaluate", evaluate)
-    namespace: dict = {}
-    exec(compile(code, str(PAGE), "exec"), namespace)
+    program = tmp_path / "program.py"
+    program.write_text(code)
+    namespace = runpy.run_path(str(program))
     assert namespace["results"]["results"]["hellaswag"]["exact_match,none"] == pytest.approx(1 / 3)
 
 

@@ -17,8 +17,6 @@ from levanter_infer.engine.params import SamplingParams, brief
 from levanter_infer.engine.request import Completion, RequestOutput
 from levanter_infer.policies import FinishReason
 
-NOT_FINITE = "the model's logits are not finite"
-"""Why a sample ended in "error"."""
 TYPES = {
     "id": "text",
     "index": "int32",
@@ -182,7 +180,7 @@ _OF_SAMPLE: dict[str, Callable[[Completion], Any]] = {
     "token_versions": lambda c: [int(version) for version in c.token_versions],
     "score": lambda c: None if c.score is None else _number_or_null(c.score),
     "routed_experts": lambda c: [] if c.routed_experts is None else c.routed_experts.tolist(),
-    "error": lambda c: NOT_FINITE if c.finish_reason == FinishReason.ERROR else "",
+    "error": lambda c: c.error or "",
 }
 
 

@@ -153,8 +153,9 @@ class EngineLM(TemplateLM):
         order = sorted(named, key=lambda request: list(request.prompt_token_ids or ()))  # shared prefixes adjacent
         outputs = self._engine.as_completed(order)
         for output in tqdm(outputs, total=len(named), desc=name, disable=disable_tqdm):
-            if output.error is not None or any(each.finish_reason == "error" for each in output.completions):
-                raise ValueError(f"{name}: {output.error or 'the logits of the model were not finite'}")
+            errors = [output.error, *(each.error for each in output.completions)]
+            if any(errors):
+                raise ValueError(f"{name}: {next(filter(None, errors))}")
             yield index[output.id], output
 
     def _loglikelihood_tokens(

@@ -20,14 +20,13 @@ import numpy as np
 
 from levanter_infer.cli.common import run_config
 from levanter_infer.cli.session import make_engine, report_failures, serve
-from levanter_infer.columns import NOT_FINITE, numbers, tops
+from levanter_infer.columns import numbers, tops
 from levanter_infer.config import RunConfig
 from levanter_infer.engine.params import SamplingParams
 from levanter_infer.engine.request import Request, RequestOutput
 from levanter_infer.io.output import output_files, write_files
 from levanter_infer.io.prompts import Row, read_rows
 from levanter_infer.io.terminal import one_line, say
-from levanter_infer.policies import FinishReason
 
 if TYPE_CHECKING:
     from levanter_infer.checkpoints.tokenizer import Tokenizer
@@ -174,8 +173,8 @@ def _score(row: Row, output: RequestOutput, first: int, with_tops: bool) -> Scor
         first: position of the first token that counts.
     """
     ids, error = output.prompt_token_ids, output.error
-    if error is None and output.completions[0].finish_reason == FinishReason.ERROR:
-        error = NOT_FINITE
+    if error is None:
+        error = output.completions[0].error
     prompt = None if row.request is None else row.request.prompt
     # One schema, as in `columns.Columns`: keys and their types do not depend on the row
     values: dict[str, Any] = {

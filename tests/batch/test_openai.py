@@ -11,7 +11,7 @@ from levanter_infer.batch.job import count
 from levanter_infer.batch.openai import ResultLines, as_row
 from levanter_infer.columns import encode_row
 from levanter_infer.engine.params import SamplingParams
-from levanter_infer.engine.request import Completion, Request, RequestOutput
+from levanter_infer.engine.request import NOT_FINITE, Completion, Request, RequestOutput
 from levanter_infer.io.prompts import Row, RowParser
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -200,6 +200,7 @@ def result(url=CHAT, error=None, reason="stop", n=1, **sampling):
             token_ids=[104, 200],
             text="h",
             finish_reason=reason,
+            error=NOT_FINITE if reason == "error" else None,
             logprobs=np.asarray([-0.25, -np.inf], np.float32),
             processed_logprobs=np.zeros(2, np.float32),
             top_logprobs=[{104: -0.25, 5: -1.5}, {105: -0.5, 106: -np.inf}] if k else None,

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from levanter_infer import EngineConfig, InferenceEngine, Request, SamplingParams, load_model
+from levanter_infer.io.openai import failure
 from levanter_infer.structured.compiler import ConstraintCompiler, Wanted
 from tests.tiny_models import uncached_logprobs
 
@@ -130,6 +131,17 @@ def test_lists_of_tokens_and_words(engine, model):
         check(CODE, completion)
     guided = dataclasses.replace(NEST, bad_words=["("])
     assert engine.generate([PROMPT], guided)[0].completions[0].text == "x"
+
+
+def test_a_constraint_that_leaves_no_token_fails_its_own_request_and_says_why(engine):
+    stuck = dataclasses.replace(NEST, bad_words=["(", "x"])
+    free = SamplingParams(max_tokens=4, temperature=0)
+    failed, other = engine.generate([PROMPT, PROMPT], [stuck, free])
+    assert failed.completions[0].finish_reason == "error"
+    assert "allowed_token_ids or bad_words" in str(failed.completions[0].error)
+    status, body = failure(failed) or (0, {})
+    assert status == 400 and body["error"]["message"] == failed.completions[0].error
+    assert other.completions[0].token_ids == engine.generate([PROMPT], free)[0].completions[0].token_ids
 
 
 def test_more_constraints_than_the_table_holds_wait_their_turn(engine):

@@ -5,6 +5,7 @@ import json
 import math
 import random
 import re
+import runpy
 import time
 from pathlib import Path
 
@@ -73,13 +74,15 @@ def test_completions_equal_the_engines(client, expected):
     assert [choice.index for choice in answer.choices] == [0, 1]
 
 
-def test_documented_program_gets_an_answer(served, capsys):
+def test_documented_program_gets_an_answer(served, capsys, tmp_path):
     page = (Path(__file__).resolve().parents[2] / "docs/serving.md").read_text()
     programs = re.findall(r"^```python\n(.*?)^```$", page, flags=re.MULTILINE | re.DOTALL)
     assert programs
     for program in programs:
         assert "http://127.0.0.1:8000" in program
-        exec(program.replace("http://127.0.0.1:8000", served.url), {})
+        path = tmp_path / "program.py"
+        path.write_text(program.replace("http://127.0.0.1:8000", served.url))
+        runpy.run_path(str(path))
     assert capsys.readouterr().out.strip() == "42"
 
 

@@ -6,14 +6,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from levanter_infer.columns import NOT_FINITE
 from levanter_infer.config import RunConfig
 from levanter_infer.engine.params import SamplingParams, brief
 from levanter_infer.engine.request import Request, RequestOutput
 from levanter_infer.fingerprint import flag_fingerprint, version_fingerprint
 from levanter_infer.io.prompts import Row
 from levanter_infer.io.terminal import one_line, say
-from levanter_infer.policies import FinishReason
 from levanter_infer.runtime.compile_cache import enable_compile_cache
 from levanter_infer.runtime.garbage_collection import gc_disabled
 from levanter_infer.runtime.hosts import Hosts, agree
@@ -194,11 +192,11 @@ def report_failures(outputs: Sequence[RequestOutput]) -> int:
     """Print which requests failed; returns their number."""
     errors: list[str] = []
     for output in outputs:
-        broken = [c.index for c in output.completions if c.finish_reason == FinishReason.ERROR]
+        broken = [c for c in output.completions if c.error is not None]
         if output.error is not None:
             errors.append(f"request {output.id}: {output.error}")
         elif broken:
-            errors.append(f"request {output.id}: sample {broken[0]}: {NOT_FINITE}")
+            errors.append(f"request {output.id}: sample {broken[0].index}: {broken[0].error}")
     for error in errors[:_MAX_SHOWN_ERRORS]:
         say(one_line(f"error: {error}"))
     if len(errors) > _MAX_SHOWN_ERRORS:

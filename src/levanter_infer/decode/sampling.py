@@ -176,7 +176,7 @@ def sample(
     def process_and_choose():
         penalise = apply_penalties if kernels is None or by_rows else _penalise_by_chunks
         z = changes.applied(logits, column, history, vocab, as_read, penalise)
-        found = None if backend is None or kernels is None else LogitStats.of_kernel(backend, z, num_rows, vocab)
+        found = None if backend is None else LogitStats.of_kernel(backend, z, num_rows, vocab)
         z_peak = vocab.shard_axis.max(jnp.max(z, axis=1)) if found is None else found.peak
         return choose(z, z_peak, _best(z, z_peak, found, vocab))
 

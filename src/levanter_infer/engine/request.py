@@ -87,6 +87,9 @@ class Request:
         return super().__new__(cls)
 
 
+NOT_FINITE = "the model's logits are not finite"
+
+
 @dataclasses.dataclass(repr=False)
 class Completion:
     """One sampled continuation of a request."""
@@ -116,6 +119,8 @@ class Completion:
     stop_reason: str | int | tuple[int, ...] | None = None
     """The stop that ended it: the string of `stop`, or the entry of `stop_token_ids`, a token id or a tuple of several.
     None for an end-of-sequence token that is not among them, and for other reasons than "stop"."""
+    error: str | None = None
+    """Why it ended in "error": `NOT_FINITE`, or constraints that left no token. None for other reasons."""
 
     @property
     def cumulative_logprob(self) -> float:

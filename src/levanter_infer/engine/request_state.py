@@ -8,7 +8,7 @@ import numpy as np
 
 from levanter_infer.decode.codes import DEFAULT_ROOT
 from levanter_infer.engine.params import SamplingParams, stop_sequences
-from levanter_infer.engine.request import Completion, RequestOutput
+from levanter_infer.engine.request import NOT_FINITE, Completion, RequestOutput
 from levanter_infer.engine.text import IncrementalDecoder, StopMatcher
 from levanter_infer.policies import FinishReason
 from levanter_infer.structured.automaton import TokenAutomaton
@@ -134,6 +134,11 @@ class SampleState:
         """The sample index in its random numbers."""
         return self.request.first_sample + self.index
 
+    def _error(self) -> str | None:
+        if self.finish_reason != FinishReason.ERROR:
+            return None
+        return NOT_FINITE if self.guide is None or self.guide.error is None else self.guide.error
+
     def completion(self) -> Completion:
         """The public result. Requires: the sample has finished."""
         assert self.finish_reason is not None
@@ -148,6 +153,7 @@ class SampleState:
             seed=self.request.seed,
             token_versions=np.asarray(self.versions, np.int32),
             score=self.score,
+            error=self._error(),
             routed_experts=self._routed_experts(),
             stop_reason=self.stop_reason,
         )

@@ -10,10 +10,9 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from levanter_infer.checkpoints.chat import CHAT_KEYS
-from levanter_infer.columns import NOT_FINITE
 from levanter_infer.config import check_keys
 from levanter_infer.engine.params import brief
-from levanter_infer.engine.request import Completion, Request, RequestOutput
+from levanter_infer.engine.request import NOT_FINITE, Completion, Request, RequestOutput
 from levanter_infer.io.prompts import ROW_POLICIES
 from levanter_infer.policies import FinishReason
 
@@ -292,8 +291,11 @@ def failure(output: RequestOutput) -> tuple[int, dict[str, Any]] | None:
     reasons = {c.finish_reason for c in output.completions}
     if output.error is not None:
         return 400, error_body(output.error, "invalid_request_error")
-    if FinishReason.ERROR in reasons:
+    errors = [c.error for c in output.completions if c.error is not None]
+    if NOT_FINITE in errors:
         return 500, error_body(NOT_FINITE, "server_error")
+    if errors:
+        return 400, error_body(errors[0], "invalid_request_error")
     if FinishReason.ABORT in reasons:
         return 408, error_body("the request was ended before its answer was complete", "timeout")
     return None

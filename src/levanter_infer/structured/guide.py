@@ -100,6 +100,8 @@ class Guide:
         self._automaton, self._state = automaton, 0
         self.is_stale = True
         """Whether the device has an older mask than `allowed`; for the caller to set."""
+        self.error: str | None = None
+        """Why `allowed` has found no token; None: it has found some."""
 
     def copy(self, automaton: TokenAutomaton | None = None) -> "Guide":
         """The same for another sample, which has no token yet. Args: automaton: what it has to satisfy besides."""
@@ -124,6 +126,7 @@ class Guide:
         """bool[vocab], the tokens that may follow; none after an error of the matcher."""
         allowed = np.zeros(self._vocab_size, bool)
         if self._matcher.is_error():
+            self.error = f"the constraint allows no further token: {self._matcher.get_error()[:500]}"
             return allowed
         if self._matcher.is_stopped():  # nothing but the end is left
             allowed[list(self._end_ids)] = True
@@ -134,4 +137,9 @@ class Guide:
             allowed[list(self._end_ids)] = self._matcher.is_accepting()
         if self._automaton is not None:
             allowed &= self._automaton.allowed(self._state) if self._state >= 0 else False
+        if not allowed.any():
+            self.error = (
+                "the constraint allows no further token: what json_schema or grammar allows here, allowed_token_ids or "
+                "bad_words forbid; give tokens that spell an answer"
+            )
         return allowed
