@@ -97,7 +97,7 @@ def main() -> int:
     args = parser.parse_args()
     options = ("--engine.max_seqs", "16", "--engine.max_seq_len", "64", "--sampling.max_tokens", "8")
     more = ("--engine.max_logprobs", "4", "--engine.max_step_tokens", "64")
-    with server(*options, *more) as (url, _), tempfile.TemporaryDirectory() as folder:
+    with server(*options, *more, "--tool_call_parser", "hermes") as (url, _), tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.json"
         command = [
             *(args.schemathesis, "-m", "schemathesis.cli", "run", f"{url}/openapi.json"),
