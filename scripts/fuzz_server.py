@@ -33,9 +33,9 @@ cannot say which parameters exclude each other, nor the limits of the engine."""
 
 
 @contextlib.contextmanager
-def server(*options: str) -> Iterator[tuple[str, int]]:
-    """(URL, process id) of a server on models/tiny, until the block ends."""
-    command = [sys.executable, "-m", "levanter_infer", "serve", "--model", "models/tiny", "--port", "0", *options]
+def server(*options: str, model: str = "models/tiny") -> Iterator[tuple[str, int]]:
+    """(URL, process id) of a server, until the block ends."""
+    command = [sys.executable, "-m", "levanter_infer", "serve", "--model", model, "--port", "0", *options]
     with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
         try:

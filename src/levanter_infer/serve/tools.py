@@ -45,8 +45,8 @@ class ToolReader:
     Raises: ValueError without a tokenizer, if calls have a format.
     """
 
-    def __init__(self, kind: ToolCallParser = ToolCallParser.NONE, tokenizer: "Tokenizer | None" = None):
-        self._form = FORMATS.get(kind)
+    def __init__(self, kind: str = ToolCallParser.NONE, tokenizer: "Tokenizer | None" = None):
+        self._form = FORMATS.get(ToolCallParser(kind))
         self._special: dict[str, int] = {}
         if self._form is None:
             return
