@@ -2,6 +2,7 @@
 
 import json
 import random
+from typing import Any
 
 import httpx
 import openai
@@ -157,7 +158,7 @@ TOOLS = [
     tool("add", {"type": "object", "properties": NUMBERS, "required": ["a", "b"]}),
     tool("get-time"),
 ]
-SAME = dict(model="tiny", messages=[{"role": "user", "content": "17+25="}], tools=TOOLS, max_tokens=200)
+SAME: dict[str, Any] = dict(model="tiny", messages=[{"role": "user", "content": "17+25="}], tools=TOOLS, max_tokens=200)
 TWO = r'Sum: <tool_call>\n\{"name": "add", "arguments": \{"a": [1-9]{2}, "b": 5\}\}\n</tool_call>'
 TWO += r'\n<tool_call>\{"name": "get-time", "arguments": \{\}\}</tool_call>'
 
