@@ -109,42 +109,43 @@ def quarters(url: str, pid: int, bodies: list[dict], streams: int) -> list[tuple
     return states
 
 
-def beside_generate(url: str, model: str, bodies: list[dict], streams: int, rounds: int, max_seq_len: int) -> None:
+def beside_generate(url: str, model: str, bodies: list[dict], args: argparse.Namespace, max_seq_len: int) -> None:
     """Throughput of the server and of `engine.generate` on the same requests, in turns."""
     from levanter_infer import EngineConfig, InferenceEngine, Request, SamplingParams, load_model
 
     weights, tokenizer = load_model(model)
-    engine = InferenceEngine(weights, tokenizer, EngineConfig(max_seqs=streams, max_seq_len=max_seq_len))
+    engine = InferenceEngine(weights, tokenizer, EngineConfig(max_seqs=args.max_seqs, max_seq_len=max_seq_len))
     engine.warmup()
     keys = ("max_tokens", "ignore_eos", "seed")
     requests = [Request(prompt=b["prompt"], sampling=SamplingParams(**{k: b[k] for k in keys})) for b in bodies]
     tokens, rates = sum(body["max_tokens"] for body in bodies), []
-    for number in range(rounds + 1):
+    for number in range(args.rounds + 1):
         began = time.perf_counter()
-        asyncio.run(load(url, bodies, streams))
+        asyncio.run(load(url, bodies, args.streams))
         middle = time.perf_counter()
         engine.generate(requests)
         pair = tokens / (middle - began), tokens / (time.perf_counter() - middle)
         if number:  # the first warms both
             rates.append(pair)
             print(f"server {pair[0]:.0f}, generate {pair[1]:.0f} tokens/s: {pair[0] / pair[1]:.3f}", flush=True)
-    print(f"median ratio {statistics.median(a / b for a, b in rates):.3f} of {rounds}")
+    print(f"median ratio {statistics.median(a / b for a, b in rates):.3f} of {args.rounds}")
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, default=20_000)
     parser.add_argument("--streams", type=int, default=64)
+    parser.add_argument("--max_seqs", type=int, default=64, help="sequences that the engine computes at once")
     parser.add_argument("--tokens", type=int, default=8, help="of each answer")
     parser.add_argument("--rounds", type=int, default=0, help="compare with engine.generate this often")
     parser.add_argument("--model", default="models/tiny")
     args = parser.parse_args()
     max_seq_len = 64 + args.tokens
     bodies = request_bodies(args.requests, args.tokens)
-    options = ("--engine.max_seqs", str(args.streams), "--engine.max_seq_len", str(max_seq_len))
+    options = ("--engine.max_seqs", str(args.max_seqs), "--engine.max_seq_len", str(max_seq_len))
     with server(*options, model=args.model) as (url, pid):
         if args.rounds:
-            beside_generate(url, args.model, bodies, args.streams, args.rounds, max_seq_len)
+            beside_generate(url, args.model, bodies, args, max_seq_len)
             return 0
         asyncio.run(load(url, bodies[: 4 * args.streams], args.streams))
         quarters(url, pid, bodies, args.streams)
