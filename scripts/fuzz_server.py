@@ -33,9 +33,9 @@ cannot say which parameters exclude each other, nor the limits of the engine."""
 
 
 @contextlib.contextmanager
-def server(*options: str) -> Iterator[tuple[str, int]]:
-    """(URL, process id) of a server on models/tiny, until the block ends."""
-    command = [sys.executable, "-m", "levanter_infer", "serve", "--model", "models/tiny", "--port", "0", *options]
+def server(*options: str, model: str = "models/tiny") -> Iterator[tuple[str, int]]:
+    """(URL, process id) of a server, until the block ends."""
+    command = [sys.executable, "-m", "levanter_infer", "serve", "--model", model, "--port", "0", *options]
     with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
         try:
@@ -97,7 +97,7 @@ def main() -> int:
     args = parser.parse_args()
     options = ("--engine.max_seqs", "16", "--engine.max_seq_len", "64", "--sampling.max_tokens", "8")
     more = ("--engine.max_logprobs", "4", "--engine.max_step_tokens", "64")
-    with server(*options, *more) as (url, _), tempfile.TemporaryDirectory() as folder:
+    with server(*options, *more, "--tool_call_parser", "hermes") as (url, _), tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.json"
         command = [
             *(args.schemathesis, "-m", "schemathesis.cli", "run", f"{url}/openapi.json"),

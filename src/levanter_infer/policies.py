@@ -106,3 +106,12 @@ class FinishReason(Option):
     LENGTH = "length"
     ERROR = "error"
     ABORT = "abort"
+
+
+class ToolCallParser(Option):
+    """The format in which a model writes tool calls."""
+
+    NONE = "none"
+    HERMES = "hermes"
+    LLAMA3_JSON = "llama3_json"
+    MISTRAL = "mistral"

@@ -57,6 +57,7 @@ from tests.decode.sampling_oracle import sampling_table
         ({"seed": -1}, "seed=-1: expected a whole number from 0 to 18446744073709551615"),
         ({"seed": 2**64}, "seed=18446744073709551616"),
         ({"seed": 1.0}, "seed=1.0"),
+        ({"skip_special_tokens": None}, "skip_special_tokens=None: expected true or false"),
         ({"ignore_eos": 1}, "ignore_eos=1: expected true or false"),
         ({"min_tokens": -1}, "min_tokens=-1"),
         ({"min_tokens": 9, "max_tokens": 8}, "min_tokens=9 exceeds max_tokens=8; raise max_tokens"),

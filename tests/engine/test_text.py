@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from levanter_infer.checkpoints.tokenizer import Tokenizer
 from levanter_infer.engine.text import IncrementalDecoder, StopMatcher
 
 
@@ -124,3 +125,12 @@ def test_matcher_reads_each_character_once_however_long_the_stop():
     for i in range(5000):
         assert matcher.push("aaa", i + 1) is None
     assert reads < 5 * 15000
+
+
+def test_special_tokens_are_shown_unless_hidden():
+    tokenizer = Tokenizer.from_directory("models/tiny")
+    ids = tokenizer.encode("a") + [2, 1] + tokenizer.encode("b") + [0]
+    assert all(tokenizer.is_special(token) for token in (0, 1, 2))
+    for hidden, expected in ((None, "ab"), ({0}, "a<|user|><|system|>b"), ({0, 2}, "a<|system|>b")):
+        decoder = IncrementalDecoder(tokenizer, hidden)
+        assert "".join(map(decoder.push, ids)) + decoder.flush() == expected

@@ -13,7 +13,9 @@ from levanter_infer import AsyncEngine, EngineConfig, InferenceEngine, SamplingP
 from levanter_infer.io.openai import Answers
 from levanter_infer.io.prompts import RowParser
 from levanter_infer.serve.app import Service
+from levanter_infer.serve.calls import CallReader
 from levanter_infer.serve.config import ServeConfig
+from levanter_infer.serve.tools import ToolReader
 
 MODEL = "models/tiny"
 
@@ -48,9 +50,10 @@ def running(engine: InferenceEngine, *, api_key: str | None = None, **limits) ->
 
     async def serve() -> None:
         async with AsyncEngine(engine, max_waiting=config.max_waiting) as asynchronous:
-            names = config.model_names
             parser = RowParser(SamplingParams(max_tokens=8))
-            service = Service(asynchronous, Answers("tiny", engine.tokenizer), parser, names, config, api_key=api_key)
+            tools = ToolReader(config.tool_call_parser, engine.tokenizer)
+            reader = CallReader(parser, tools, config.model_names, config.max_prompts)
+            service = Service(asynchronous, Answers("tiny", engine.tokenizer), reader, config, api_key=api_key)
             server = uvicorn.Server(uvicorn.Config(service.app(), lifespan="off", log_level="warning"))
             server.install_signal_handlers = lambda: None  # type: ignore[attr-defined]
             url = f"http://127.0.0.1:{listener.getsockname()[1]}"

@@ -155,7 +155,7 @@ def test_chats_are_rendered_and_streamed(client, engine):
         (b'{"prompt": "a", "prompt": "b"}', "twice"),
         (b'{"prompt": "a", "nosuch": 1}', "nosuch"),
         (b'{"prompt": "a", "suffix": "b"}', "suffix"),
-        (b'{"prompt": "a", "model": "gpt"}', "gpt"),
+        (b'{"prompt": "a", "model": "gpt"}', "body.model is 'gpt'; expected one of tiny, other"),
         (b'{"prompt": "a", "max_tokens": 0}', "max_tokens"),
         (b'{"prompt": "a", "logprobs": 5}', "logprobs"),
         (b'{"prompt": [], "max_tokens": 1}', "prompt"),

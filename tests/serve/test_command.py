@@ -11,7 +11,10 @@ from pathlib import Path
 import httpx
 import pytest
 
-from levanter_infer.serve.config import ServeConfig
+from levanter_infer.cli.common import parse_arguments
+from levanter_infer.config import load_config
+from levanter_infer.policies import ToolCallParser
+from levanter_infer.serve.config import ServeConfig, ServeRunConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENT = (ROOT / "docs/serving.md").read_text()
@@ -58,3 +61,12 @@ def test_other_addresses_need_a_key(monkeypatch, tmp_path):
     file.write_text("\n")
     with pytest.raises(ValueError, match="empty"):
         ServeConfig(api_key_file=str(file)).api_key()
+
+
+def test_tool_call_parser_is_read_and_checked():
+    options = {"tool_call_parser": "serve.tool_call_parser"}
+    for name in ToolCallParser:
+        given = parse_arguments("serve", ["--model", "m", "--tool_call_parser", name], ServeRunConfig, options)
+        assert load_config(*given, ServeRunConfig).serve.tool_call_parser == name
+    with pytest.raises(ValueError, match="tool_call_parser='x': expected none, hermes, llama3_json or mistral"):
+        ServeConfig(tool_call_parser="x")

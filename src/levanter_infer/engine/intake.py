@@ -9,7 +9,7 @@ from levanter_infer.decode.codes import DEFAULT_ROOT
 from levanter_infer.decode.shapes import ConstraintShapes, Shapes
 from levanter_infer.engine.config import EngineConfig
 from levanter_infer.engine.constraints import check_fits, constraint_shapes, wanted
-from levanter_infer.engine.params import SamplingParams, brief, derive_seed
+from levanter_infer.engine.params import SamplingParams, brief, derive_seed, stop_sequences
 from levanter_infer.engine.request import Request
 from levanter_infer.engine.request_state import RequestState, SampleState
 from levanter_infer.engine.text import IncrementalDecoder, StopMatcher
@@ -36,7 +36,7 @@ class Intake:
         has_tokenizer = tokenizer is not None
         self.limits = RequestLimits.of(shapes, config, has_tokenizer=has_tokenizer, **has)
         self._tokenizer, self._seed = tokenizer, seed
-        end_ids = tuple(tokenizer.eos_token_ids) if has_tokenizer else ()
+        self._end_ids = end_ids = tuple(tokenizer.eos_token_ids) if has_tokenizer else ()
         self.constraints = ConstraintCompiler(tokenizer, shapes.limits.vocab_size, end_ids)
         """What compiles regexes, schemas, grammars and lists of tokens; any thread may use it."""
         self._constraint_shapes: Callable[[], ConstraintShapes] = functools.cache(
@@ -78,11 +78,12 @@ class Intake:
             automaton=constraint.automaton,
         )
         state.root = self.root(state)
+        hidden = None if params.skip_special_tokens else self._endings(params)
         for index in range(params.num_sequences):
             guide = constraint.guide and constraint.guide.copy()
             sample = SampleState(request=state, index=index, guide=guide)
             if self._tokenizer is not None:
-                sample.decoder = IncrementalDecoder(self._tokenizer)
+                sample.decoder = IncrementalDecoder(self._tokenizer, hidden)
                 if params.stop:
                     sample.matcher = StopMatcher(params.stop, min_tokens=params.min_tokens)
             state.sequences.append(sample)
@@ -97,6 +98,10 @@ class Intake:
         names = ", ".join(name for name, value in asked._asdict().items() if value)
         check_fits(found, self._constraint_shapes(), names)
         return found
+
+    def _endings(self, params: SamplingParams) -> frozenset[int]:
+        """Tokens that end a sample by themselves."""
+        return frozenset((*self._end_ids, *(ids[0] for ids in stop_sequences(params) if len(ids) == 1)))
 
     def root(self, request: RequestState) -> int:
         """The root in the prefix table of a request that starts now: requests of one root share pages.

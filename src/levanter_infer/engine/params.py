@@ -115,6 +115,8 @@ class SamplingParams:
     """Token ids, or sequences of up to 16 token ids, that end a sample once generated. Kept as a tuple of tuples."""
     ignore_eos: bool = False
     """Continue after an end-of-sequence token."""
+    skip_special_tokens: bool = True
+    """Whether special tokens give no text. Those that can end the sample never do."""
     min_tokens: int = 0
     """Fewest tokens to generate: until then end-of-sequence and one-token stops are impossible, and no other stop ends
     the sample. 0 to max_tokens."""
@@ -186,7 +188,7 @@ class SamplingParams:
             _check_int("best_of", self.best_of, self.n, _MAX_INT, "sample at least n, or leave it out")
         if self.seed is not None:
             _check_int("seed", self.seed, 0, 2**64 - 1, "use a seed of at most 64 bits, or leave it out")
-        for name in ("ignore_eos", "return_routed_experts"):
+        for name in ("ignore_eos", "return_routed_experts", "skip_special_tokens"):
             if type(getattr(self, name)) is not bool:
                 raise ValueError(f"{name}={brief(getattr(self, name))}: expected true or false")
         _check_int("min_tokens", self.min_tokens, 0, _MAX_INT, "use 0 to switch it off")

@@ -3,7 +3,7 @@
 import codecs
 import copy
 import functools
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 from levanter_infer.checkpoints.tokenizer import Tokenizer
 
@@ -20,10 +20,13 @@ class IncrementalDecoder:
 
     One difference from `decode`: with byte-fallback vocabularies (Llama 2) a broken byte there also spoils the whole
     characters next to it, which have been given out here by then and stay.
+
+    Args:
+        hidden: special tokens without text; the others have theirs. None: all of them.
     """
 
-    def __init__(self, tokenizer: Tokenizer):
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: Tokenizer, hidden: Container[int] | None = None):
+        self._tokenizer, self._hidden = tokenizer, hidden
         self._bytes = codecs.getincrementaldecoder("utf-8")("replace") if tokenizer.is_byte_level else None
         self._given: list[int] = []
         self._held: list[int] = []
@@ -31,8 +34,12 @@ class IncrementalDecoder:
     def push(self, token_id: int) -> str:
         """Text that became certain with this token; may be empty."""
         tokenizer = self._tokenizer
-        if tokenizer.is_special(token_id) or not 0 <= token_id < tokenizer.vocab_size:
+        if not 0 <= token_id < tokenizer.vocab_size:
             return ""
+        if tokenizer.is_special(token_id):
+            if self._hidden is None or token_id in self._hidden:
+                return ""
+            return self.flush() + tokenizer.decode([token_id], skip_special_tokens=False)
         if self._bytes is not None:
             return self._bytes.decode(tokenizer.token_bytes(token_id))
         self._held.append(token_id)

@@ -30,6 +30,8 @@ An HTTP server with OpenAI's completion endpoints: /v1/completions, /v1/chat/com
   --config FILE       the configuration; its `sampling` has the defaults of requests
   --model NAME        a directory in Hugging Face's layout, or a hub id
   --host, --port      the address; any but a loopback address needs an API key
+  --tool_call_parser NAME
+                      how the model writes tool calls: hermes, llama3_json or mistral
   --help              this text
 """
 """Read from the source by `cli.command_help`."""
@@ -37,7 +39,7 @@ An HTTP server with OpenAI's completion endpoints: /v1/completions, /v1/chat/com
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit status."""
-    options = {"host": "serve.host", "port": "serve.port"}
+    options = {name: f"serve.{name}" for name in ("host", "port", "tool_call_parser")}
     return run_config("serve", argv, run, ServeRunConfig, options)
 
 
@@ -57,15 +59,19 @@ def run(config: ServeRunConfig) -> int:
     from levanter_infer.engine.async_engine import AsyncEngine
     from levanter_infer.io.openai import Answers
     from levanter_infer.serve.app import Service
+    from levanter_infer.serve.calls import CallReader
+    from levanter_infer.serve.tools import ToolReader
+
+    tools = ToolReader(config.serve.tool_call_parser, engine.tokenizer)
 
     async def serve() -> None:
         names = config.model_names
         parser = RowParser(dataclasses.replace(config.sampling, seed=None), chat_settings(config))
+        reader = CallReader(parser, tools, names, config.serve.max_prompts)
         answers = Answers(names[0], engine.tokenizer)
         async with AsyncEngine(engine, max_waiting=config.serve.max_waiting) as running:
-            service = Service(
-                running, answers, parser, names, config.serve, api_key=key, facts={"engine": engine.describe()}
-            )
+            facts = {"engine": engine.describe()}
+            service = Service(running, answers, reader, config.serve, api_key=key, facts=facts)
             options = uvicorn.Config(
                 service.app(),
                 log_level=logging.WARNING,

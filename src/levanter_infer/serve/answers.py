@@ -1,5 +1,6 @@
 """What a client gets: the bodies of answers, and the events of streams."""
 
+import dataclasses
 import json
 from collections.abc import Sequence
 from typing import Any
@@ -7,7 +8,10 @@ from typing import Any
 from levanter_infer.engine.async_engine import Update
 from levanter_infer.engine.request import Completion, RequestOutput
 from levanter_infer.io.openai import Answers, prompt_logprobs, usage
+from levanter_infer.policies import FinishReason
 from levanter_infer.serve.calls import Call
+from levanter_infer.serve.tool_calls import CallParser, ToolCall
+from levanter_infer.serve.tools import Tools
 
 
 def answer(answers: Answers, call: Call, outputs: Sequence[RequestOutput], name: str, created: int):
@@ -19,6 +23,8 @@ def answer(answers: Answers, call: Call, outputs: Sequence[RequestOutput], name:
             return status, body
         for choice, completion in zip(body["choices"], output.completions, strict=True):
             choice |= _own(call, completion, output)
+            if call.tools is not None:
+                _move_calls(call.tools, choice)
             if call.echo:
                 _prepend_prompt(answers, choice, output, completion)
         bodies.append(body)
@@ -54,6 +60,24 @@ def _prepend_prompt(answers: Answers, choice: dict[str, Any], output: RequestOut
         choice["logprobs"] = answers.echoed_logprobs(output, completion)
 
 
+def _move_calls(tools: Tools, choice: dict[str, Any]) -> None:
+    """Move the calls of a message from its text to `tool_calls`."""
+    message, parser = choice["message"], tools.parser()
+    parts = parser.push(message["content"]) + parser.finish()
+    if parser.num_calls:
+        message["content"] = "".join(part for part in parts if isinstance(part, str)) or None
+        message["tool_calls"] = [
+            {"id": tools.form.new_id(), "type": "function", "function": dataclasses.asdict(part)}
+            for part in parts
+            if isinstance(part, ToolCall)
+        ]
+        choice["finish_reason"] = _reason(choice["finish_reason"], parser)
+
+
+def _reason(reason: str | None, parser: CallParser) -> str | None:
+    return "tool_calls" if reason == FinishReason.STOP and parser.num_calls else reason
+
+
 class Events:
     """The events of a stream.
 
@@ -73,6 +97,7 @@ class Events:
         sampling = call.requests[0].sampling
         assert sampling is not None
         self._n, self._asked = sampling.n, sampling.logprobs is not None
+        self._parsers: dict[int, CallParser] = {}
 
     def first(self) -> str:
         """The events before any token."""
@@ -85,23 +110,48 @@ class Events:
         )
 
     def update(self, prompt: int, update: Update) -> str:
-        """The event for an update of request `prompt` of the call."""
-        text = update.text or ""
-        choice: dict[str, Any] = {"index": prompt * self._n + update.index}
-        choice |= {"delta": {"content": text} if text else {}} if self._is_chat else {"text": text}
+        """The events for an update of request `prompt` of the call."""
+        index = prompt * self._n + update.index
+        parts, reason = self._parts(index, update)
+        choice: dict[str, Any] = {"index": index, **parts[0]}
         if self._asked:
             render = self._answers.chat_logprobs if self._is_chat else self._answers.logprobs
             choice["logprobs"] = render(update)
         else:
             choice["logprobs"] = None
-        choice |= {"finish_reason": update.finish_reason, "weights_version": _last_version(update)}
-        if update.finish_reason is not None:
+        choice |= {"finish_reason": reason, "weights_version": _last_version(update)}
+        if reason is not None:
             stop = update.stop_reason
             choice["stop_reason"] = list(stop) if isinstance(stop, tuple) else stop
         if self._call.return_token_ids:
             choice["token_ids"] = update.token_ids
             choice["token_versions"] = [int(version) for version in update.token_versions]
-        return self._event([choice])
+        others = "".join(self._event([{"index": index, **part, "finish_reason": None}]) for part in parts[1:])
+        return others + self._event([choice])
+
+    def _parts(self, index: int, update: Update) -> tuple[list[dict[str, Any]], str | None]:
+        """What each event of an update adds to choice `index`, that of the last event first; and the reason of its
+        end."""
+        text, reason = update.text or "", update.finish_reason
+        if not self._is_chat:
+            return [{"text": text}], reason
+        if self._call.tools is None:
+            return [{"delta": {"content": text} if text else {}}], reason
+        parser = self._parsers.setdefault(index, self._call.tools.parser())
+        deltas: list[dict[str, Any]] = []
+        number = parser.num_calls
+        for part in parser.push(text) + (parser.finish() if reason is not None else []):
+            if isinstance(part, str):
+                deltas.append({"content": part})
+                continue
+            of_call = {"id": self._call.tools.form.new_id(), "type": "function"}
+            deltas += [
+                {"tool_calls": [{"index": number, **of_call, "function": {"name": part.name, "arguments": ""}}]},
+                {"tool_calls": [{"index": number, "function": {"arguments": part.arguments}}]},
+            ]
+            number += 1
+        *before, last = deltas or [{}]
+        return [{"delta": delta} for delta in (last, *before)], _reason(reason, parser)
 
     def last(self, outputs: Sequence[RequestOutput]) -> str:
         """The events after all tokens."""

@@ -6,7 +6,7 @@ import hmac
 import math
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
 from starlette.applications import Starlette
@@ -19,9 +19,9 @@ from levanter_infer.engine.async_engine import AsyncEngine, QueueFull, Update
 from levanter_infer.engine.request import RequestOutput
 from levanter_infer.fingerprint import package_version
 from levanter_infer.io.openai import PROMPTS, Answers, error_body, failure
-from levanter_infer.io.prompts import RowParser, parse_json
+from levanter_infer.io.prompts import parse_json
 from levanter_infer.serve.answers import Events, answer, event
-from levanter_infer.serve.calls import Call, read_call
+from levanter_infer.serve.calls import Call, CallReader
 from levanter_infer.serve.config import ServeConfig
 from levanter_infer.serve.openapi import description
 
@@ -36,8 +36,7 @@ class Service:
     Args:
         engine: serves the requests.
         answers: renders results.
-        parser: has the defaults of sampling parameters and chats.
-        model_names: names of the model in requests, the first also in answers.
+        reader: reads requests. It has the model's names, of which the first is that of answers.
         config: limits.
         api_key: that requests must bring; None: no key.
         facts: for the status page.
@@ -47,14 +46,13 @@ class Service:
         self,
         engine: AsyncEngine,
         answers: Answers,
-        parser: RowParser,
-        model_names: Sequence[str],
+        reader: CallReader,
         config: ServeConfig,
         *,
         api_key: str | None = None,
         facts: dict[str, Any] | None = None,
     ):
-        self.engine, self._answers, self._parser, self._names = engine, answers, parser, model_names
+        self.engine, self._answers, self._reader, self._names = engine, answers, reader, reader.model_names
         self._config, self._key, self._facts = config, api_key, facts or {}
         self._created = int(time.time())
 
@@ -109,7 +107,7 @@ class Service:
         try:
             data = await _body(request, self._config.max_body_bytes)
             body = parse_json(_text(data), "the body")
-            call = read_call(body, kind, name, self._parser, self._names, self._config.max_prompts)
+            call = self._reader.read(body, kind, name)
         except ClientDisconnect:
             return Response(status_code=499)
         except ValueError as error:

@@ -8,6 +8,7 @@ from levanter_infer.engine.params import SamplingParams, brief
 from levanter_infer.engine.request import Request
 from levanter_infer.io.openai import ROW_POLICIES, body_row
 from levanter_infer.io.prompts import RowParser
+from levanter_infer.serve.tools import TOOL_KEYS, ToolReader, Tools
 
 _OTHERWISE = ("max_tokens", "logprobs", "return_routed_experts")
 """Sampling parameters that the endpoints have in another form, or not at all."""
@@ -28,38 +29,54 @@ class Call:
     """Whether a stream ends with the number of tokens."""
     return_token_ids: bool
     echo: bool
+    tools: Tools | None = None
+    """What its answer may call; None: its text is not parsed."""
 
 
-def read_call(body: Any, kind: str, name: str, parser: RowParser, model_names: Sequence[str], max_prompts: int) -> Call:
-    """The call of a body.
+@dataclasses.dataclass(frozen=True)
+class CallReader:
+    """Reads the bodies of one server's requests."""
 
-    Args:
-        kind: "prompt" or "messages", by the endpoint.
-        name: id of the call; its requests' ids begin with it.
-        parser: has the sampling parameters that the body may override.
-        model_names: names that `model` may have.
-        max_prompts: prompts of a call, at most.
-    Raises: ValueError that names what is wrong.
-    """
-    if not isinstance(body, dict):
-        raise ValueError(f"the body is {brief(body)}; expected a JSON object")
-    flags = {key: _flag(body, key) for key in ("stream", "return_token_ids", "echo")}
-    if flags["echo"] and kind != "prompt":
-        raise ValueError("body.echo with a chat; it is for /v1/completions: leave it out")
-    rest = {key: value for key, value in body.items() if key not in CALL_KEYS}
-    if flags["echo"]:
-        rest |= _echoed(rest)
-    requests = []
-    prompts = _prompts(rest.get("prompt"), max_prompts) if kind == "prompt" else [rest.get("messages")]
-    for i, prompt in enumerate(prompts):
-        content = body_row({**rest, kind: prompt}, kind, name, model_names, taker="this server", own=OWN)
-        row = parser.row(content, f"{name}-{i}", "the request" if len(prompts) == 1 else f"body.prompt[{i}]")
-        if row.request is None:
-            raise ValueError(row.error)
-        requests.append(dataclasses.replace(row.request, id=f"{name}-{i}"))
-    call = Call(requests, flags["stream"], _usage(body, flags["stream"]), flags["return_token_ids"], flags["echo"])
-    _check_stream(call)
-    return call
+    parser: RowParser
+    """Has the sampling parameters that a body may override."""
+    tools: ToolReader
+    model_names: Sequence[str]
+    """Names that `model` may have."""
+    max_prompts: int
+    """Prompts of a call, at most."""
+
+    def read(self, body: Any, kind: str, name: str) -> Call:
+        """The call of a body.
+
+        Args:
+            kind: "prompt" or "messages", by the endpoint.
+            name: id of the call; its requests' ids begin with it.
+        Raises: ValueError that names what is wrong.
+        """
+        if not isinstance(body, dict):
+            raise ValueError(f"the body is {brief(body)}; expected a JSON object")
+        flags = {key: _flag(body, key) for key in ("stream", "return_token_ids", "echo")}
+        is_chat = kind == "messages"
+        if flags["echo"] and is_chat:
+            raise ValueError("body.echo with a chat; it is for /v1/completions: leave it out")
+        apart = (*CALL_KEYS, *(TOOL_KEYS if is_chat else ()))
+        rest = {key: value for key, value in body.items() if key not in apart}
+        if flags["echo"]:
+            rest |= _echoed(rest)
+        prompts = [rest.get("messages")] if is_chat else _prompts(rest.get("prompt"), self.max_prompts)
+        requests, tools = [], None
+        for i, prompt in enumerate(prompts):
+            content = body_row({**rest, kind: prompt}, kind, name, self.model_names, taker="this server", own=OWN)
+            row = self.parser.row(content, f"{name}-{i}", "the request" if len(prompts) == 1 else f"body.prompt[{i}]")
+            if row.request is None:
+                raise ValueError(row.error)
+            request = row.request
+            if is_chat:
+                request, tools = self.tools.read(body, request)
+            requests.append(dataclasses.replace(request, id=f"{name}-{i}"))
+        call = Call(requests, include_usage=_usage(body, flags["stream"]), tools=tools, **flags)
+        _check_stream(call)
+        return call
 
 
 def _flag(body: Mapping[str, Any], key: str) -> bool:

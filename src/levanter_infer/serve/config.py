@@ -7,6 +7,7 @@ from pathlib import Path
 
 from levanter_infer.config import RunConfig
 from levanter_infer.engine.params import brief
+from levanter_infer.policies import ToolCallParser
 
 API_KEY = "LEVANTER_INFER_API_KEY"
 """Environment variable with the API key."""
@@ -33,10 +34,16 @@ class ServeConfig:
     """Bytes of a request's body, at most; a larger one is answered with 413."""
     max_prompts: int = 1024
     """Prompts of one request to /v1/completions, at most."""
+    tool_call_parser: str = ToolCallParser.NONE.value
+    """How the model writes tool calls: hermes, llama3_json, mistral, or none, where calls stay text."""
     grace_s: float = 30.0
     """Seconds that requests in progress have to end after SIGTERM; then they are aborted."""
 
     def __post_init__(self):
+        if self.tool_call_parser not in list(ToolCallParser):
+            raise ValueError(
+                f"serve.tool_call_parser={brief(self.tool_call_parser)}: expected {ToolCallParser.listed()}"
+            )
         for name, low, high in (
             ("port", 0, 65535),
             ("max_waiting", 1, 2**31 - 1),

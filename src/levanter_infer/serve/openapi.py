@@ -5,11 +5,13 @@ from typing import Any
 from levanter_infer.fingerprint import package_version
 from levanter_infer.io.openai import NO_EFFECT, ONLY, PROMPTS, parameters
 from levanter_infer.serve.calls import CALL_KEYS, OWN
+from levanter_infer.serve.tools import TOOL_KEYS
 
 _NULL: dict[str, Any] = {"type": "null"}
 _TEXT: dict[str, Any] = {"type": "string"}
 _COUNT: dict[str, Any] = {"type": "integer", "minimum": 0}
 _FLAG: dict[str, Any] = {"type": "boolean"}
+_FUNCTION_NAME: dict[str, Any] = {"type": "string", "pattern": "^[A-Za-z0-9_.-]{1,64}$"}
 _IDS: dict[str, Any] = {"type": "array", "items": _COUNT, "minItems": 1}
 
 
@@ -86,11 +88,25 @@ _SCHEMAS: dict[str, Any] = {
         "properties": {"include_usage": {"anyOf": [_FLAG, _NULL]}},
         "additionalProperties": False,
     },
-    "tools": _array({"type": "object"}),
-    "tool_choice": {"enum": ["auto", "none"]},
+    "tools": _array(
+        _object({"type": {"const": "function"}, "function": _object({"name": _FUNCTION_NAME})}), maxItems=64
+    ),
+    "tool_choice": {
+        "anyOf": [
+            {"enum": ["none", "auto", "required"]},
+            _object(
+                {
+                    "type": {"const": "function"},
+                    "function": _object({"name": _FUNCTION_NAME}, additionalProperties=False),
+                },
+                additionalProperties=False,
+            ),
+        ]
+    },
+    "parallel_tool_calls": _FLAG,
     "chat_template_kwargs": {"type": "object"},
     **dict.fromkeys(("stream", "return_token_ids", "echo", "add_generation_prompt", "ignore_eos"), _FLAG),
-    "continue_final_message": _FLAG,
+    **dict.fromkeys(("continue_final_message", "skip_special_tokens"), _FLAG),
 }
 """Of the values that a parameter may have. An engine allows less than what has no bound here: it has so many tokens."""
 
@@ -109,10 +125,14 @@ _LOGPROBS = {
         "refusal": _NULL,
     },
 }
+_CALL = _object({"id": _TEXT, "type": {"const": "function"}, "function": _object({"name": _TEXT, "arguments": _TEXT})})
 _CONTENT = {
     "prompt": {"text": _TEXT},
     "messages": {
-        "message": _object({"role": {"const": "assistant"}, "content": _TEXT, "refusal": _NULL}),
+        "message": {
+            **_object({"role": {"const": "assistant"}, "content": _or_null(_TEXT), "refusal": _NULL}),
+            "dependentSchemas": {"tool_calls": _object({"tool_calls": _array(_CALL, minItems=1)})},
+        },
     },
 }
 _ERROR = _object({"error": _object({"message": _TEXT, "type": _TEXT, "param": _NULL, "code": _NULL})})
@@ -123,7 +143,7 @@ def _answer(kind: str) -> dict[str, Any]:
     choice = _CONTENT[kind] | {
         "index": _COUNT,
         "logprobs": _or_null(_object(_LOGPROBS[kind])),
-        "finish_reason": {"enum": ["stop", "length"]},
+        "finish_reason": {"enum": ["stop", "length", "tool_calls"]},
         "stop_reason": {"anyOf": [_TEXT, _COUNT, _IDS, _NULL]},
         "weights_version": _or_null(_COUNT),
         "seed": _or_null(_COUNT),
@@ -204,7 +224,12 @@ def _post(path: str, kind: str, failures: dict[str, Any]) -> dict[str, Any]:
 
 
 def _body(kind: str) -> dict[str, Any]:
-    names = [*parameters(kind), *OWN, *(key for key in CALL_KEYS if kind == "prompt" or key != "echo")]
+    names = [
+        *parameters(kind),
+        *(TOOL_KEYS if kind == "messages" else ()),
+        *OWN,
+        *(key for key in CALL_KEYS if kind == "prompt" or key != "echo"),
+    ]
     properties = {name: _schema(name, kind) for name in names}
     properties = (
         {name: {} for name in NO_EFFECT} | {name: {"enum": [*o, None]} for name, o in ONLY.items()} | properties
