@@ -16,7 +16,7 @@ from levanter_infer import sample
 from levanter_infer.checkpoints.save import save_model
 from levanter_infer.cli import session
 from levanter_infer.engine.params import SamplingParams
-from levanter_infer.engine.request import Completion, Request, RequestOutput
+from levanter_infer.engine.request import NOT_FINITE, Completion, Request, RequestOutput
 from levanter_infer.runtime import progress
 from tests.tiny_models import tiny_model
 from tests.tokenizer_files import CHATML, byte_level, write
@@ -215,7 +215,8 @@ def test_help_names_every_key(command):
 
 def completion(text, index=0, finish_reason="stop"):
     nothing = np.zeros(1, np.float32)
-    return Completion(index, [5], text, finish_reason, nothing, nothing, None, 0)
+    error = NOT_FINITE if finish_reason == "error" else None
+    return Completion(index, [5], text, finish_reason, nothing, nothing, None, 0, error=error)
 
 
 def test_completions_are_safe_and_readable_on_a_terminal():

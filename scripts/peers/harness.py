@@ -20,7 +20,7 @@ WORDS = "a the one fox dog boat house tree king girl went saw had took found cam
 
 
 def documents(count: int, seed: int = 0) -> list[str]:
-    """Texts of 8 to 60 words, each after one of eight beginnings, as few-shot prompts share theirs."""
+    """Texts of 8 to 60 words, each after one of eight prefixes, as few-shot prompts share theirs."""
     rng = random.Random(seed)
     heads = [" ".join(rng.choices(WORDS, k=24)) for _ in range(8)]
     return [f"{rng.choice(heads)} {' '.join(rng.choices(WORDS, k=rng.randint(8, 60)))}." for _ in range(count)]

@@ -4,7 +4,7 @@ import zlib
 
 import numpy as np
 
-from levanter_infer.engine.request import Completion, Request, RequestOutput
+from levanter_infer.engine.request import NOT_FINITE, Completion, Request, RequestOutput
 
 
 class FakeGroup:
@@ -28,6 +28,7 @@ class FakeGroup:
                 processed_logprobs=np.zeros(2, np.float32),
                 top_logprobs=[{5: -0.25}, {6: float("-inf")}] if request.sampling.logprobs else None,
                 seed=digest,
+                error=NOT_FINITE if request.prompt == "nan" else None,
             )
             for index in range(request.sampling.n)
         ]

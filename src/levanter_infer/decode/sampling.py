@@ -177,7 +177,10 @@ def sample(
         penalise = apply_penalties if kernels is None or by_rows else _penalise_by_chunks
         z = changes.applied(logits, column, history, vocab, as_read, penalise)
         found = None if backend is None else LogitStats.of_kernel(backend, z, num_rows, vocab)
-        z_peak = vocab.shard_axis.max(jnp.max(z, axis=1)) if found is None else found.peak
+        if found is None:
+            z_peak = vocab.shard_axis.max(jnp.max(z, axis=1))
+        else:  # a kernel's peak passes over NaN; its sum does not
+            z_peak = jnp.where(found.total > 0, found.peak, jnp.nan)
         return choose(z, z_peak, _best(z, z_peak, found, vocab))
 
     def choose_changed_or_not():

@@ -34,7 +34,7 @@ class ServeConfig:
     """Bytes of a request's body, at most; a larger one is answered with 413."""
     max_prompts: int = 1024
     """Prompts of one request to /v1/completions, at most."""
-    tool_call_parser: str = ToolCallParser.NONE.value
+    tool_call_parser: str = "none"
     """How the model writes tool calls: hermes, llama3_json, mistral, or none, where calls stay text."""
     grace_s: float = 30.0
     """Seconds that requests in progress have to end after SIGTERM; then they are aborted."""
