@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from haliax import NamedArray
 from jax import Array
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+from jax.extend.core import Jaxpr, JaxprEqn
 
 from levanter_infer.axes import ROW, ROW_BOUND, SEQ_PAGE, TOKEN
 from levanter_infer.cache.batch_info import PageBatchInfo
@@ -154,10 +154,9 @@ def described(equation: JaxprEqn) -> str:
 def _programs(values) -> Iterator[Jaxpr]:
     """The programs among the parameters of an operation."""
     for value in values:
-        if isinstance(value, ClosedJaxpr):
-            yield value.jaxpr
-        elif isinstance(value, Jaxpr):
-            yield value
+        program = getattr(value, "jaxpr", value)  # of a closed one, whose class has no public name in jax 0.12
+        if isinstance(program, Jaxpr):
+            yield program
         elif isinstance(value, tuple | list):
             yield from _programs(value)
 

@@ -221,7 +221,8 @@ def random_weight(key: Array | None, axes: Sequence[Axis], scale: float, dtype) 
     """Normal numbers of a standard deviation; zeros without a key."""
     if key is None:
         return hax.zeros(axes, dtype=dtype)
-    return (hax.random.normal(key, axes, dtype=jnp.float32) * jnp.float32(scale)).astype(dtype)
+    numbers = hax.random.normal(key, axes, dtype=jnp.float32)  # type: ignore[arg-type]  # haliax infers type[float]
+    return (numbers * jnp.float32(scale)).astype(dtype)
 
 
 def prepare_tables(
