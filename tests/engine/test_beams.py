@@ -92,7 +92,7 @@ def test_a_search_alone_keeps_its_invariants_at_every_step_and_returns_its_best_
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow if name == "lfm2" else ()) for name in STATE_MODELS]
+    "name", [pytest.param(name, marks=pytest.mark.slow if name == "qwen3_next" else ()) for name in STATE_MODELS]
 )
 def test_beams_go_on_with_the_state_of_those_that_they_continue(name, tmp_path):
     """Layers that remember a state of fixed size per sequence: all searches together, preempted too."""

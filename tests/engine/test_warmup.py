@@ -103,6 +103,7 @@ def test_an_engine_is_made_and_called_where_its_caller_has_enabled_64_bits():
     assert engine.generate([REQUEST])[0].completions[0].token_ids == expected[:5]
 
 
+@pytest.mark.slow
 def test_an_engine_is_made_and_called_within_a_mesh_that_its_caller_has_set():
     config = EngineConfig(max_seqs=4, max_seq_len=32, page_size=4, max_step_tokens=4)
     search = Request(prompt_token_ids=[3, 1, 4], sampling=SamplingParams(max_tokens=4, num_beams=2))
