@@ -78,6 +78,7 @@ def test_an_engine_that_sleeps_keeps_its_requests_and_its_owner(engine):
 
     async def test(server):
         await server.call(InferenceEngine.sleep)  # with nothing to do
+        await server.drain()
         await server.call(InferenceEngine.wake)
         tasks = [asyncio.create_task(collect(server, one)) for one in requests]
         await asyncio.sleep(0.01)
@@ -127,6 +128,28 @@ def test_a_round_that_fails_in_a_call_ends_all_requests_and_not_the_owner(engine
         return [(await server.generate(request(7, 9))).completions[0].token_ids]
 
     assert run(engine, test) == alone(engine, [request(7, 9)])
+    check_empty(engine)
+
+
+def test_a_call_may_run_and_fork_a_request_of_its_own(engine):
+    async def test(server):
+        task = asyncio.create_task(collect(server, request(1, 40)))
+        while not engine.has_active:
+            await asyncio.sleep(0.001)
+
+        def own(engine):
+            mine = engine.submit(request(2, 20))
+            while len(mine.sequences[0].token_ids) < 4:
+                engine.step_round(max_steps=1)
+            engine.fork(mine, 0)
+            engine.drain()
+            return [sample.token_ids for sample in mine.sequences]
+
+        mine, forked = await server.call(own)
+        assert forked[:4] == mine[:4] and forked != mine and len(forked) == 20
+        return [(await task)[0], mine]
+
+    assert run(engine, test) == alone(engine, [request(1, 40), request(2, 20)])
     check_empty(engine)
 
 

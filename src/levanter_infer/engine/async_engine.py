@@ -330,7 +330,7 @@ class AsyncEngine:
     def _prepare(self) -> None:
         """On the intake thread: encode and check requests, in the order in which they come."""
         while (live := self._unprepared.get()) is not None:
-            if live.is_dropped:
+            if live.is_dropped or live.has_ended:
                 continue
             try:
                 prepared = self._engine.prepare(live.request)
@@ -487,13 +487,16 @@ class AsyncEngine:
         if self._by_state:
             ended, until = self._engine.expire()
             self._take(ended)
-        elif self._paused != "step" and not self._engine.is_asleep:
+        elif self._paused != "step":
             self._rest()
-        with contextlib.suppress(queue.Empty):
-            self._commands.get(timeout=None if until is None else min(until, threading.TIMEOUT_MAX))()
+        try:
+            command = self._commands.get(timeout=None if until is None else min(until, threading.TIMEOUT_MAX))
+        except queue.Empty:
+            return
+        command()
 
     def _rest(self) -> None:
-        if not self._idle:
+        if not self._idle and not self._engine.is_asleep:
             self._engine.drain()
             self._idle = True
         with self._lock:
