@@ -2,6 +2,7 @@
 
 import json
 import re
+import runpy
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -19,28 +20,30 @@ def blocks(page: str) -> list[str]:
     return re.findall(r"^```python\n(.*?)^```$", (DOCS / page).read_text(), flags=re.MULTILINE | re.DOTALL)
 
 
-def run(page: str, given: dict, skipped: int = 0) -> dict:
-    for number, block in enumerate(blocks(page)[skipped:], skipped):
-        exec(compile(block, f"{page}, Python block {number}", "exec"), given)
-    return given
-
-
-@pytest.fixture(autouse=True)
-def at_the_root(monkeypatch):
+@pytest.fixture
+def run(tmp_path, monkeypatch):
     monkeypatch.chdir(DOCS.parent)
 
+    def run(programs: list[str], **given) -> dict:
+        path = tmp_path / "page.py"
+        path.write_text("\n\n".join(programs))
+        return runpy.run_path(str(path), given)
 
-def test_the_page_about_reinforcement_learning(capsys):
+    return run
+
+
+def test_the_page_about_reinforcement_learning(run):
     first, *others = blocks("rl.md")
     assert re.search(r"^    \.\.\.$", first, re.MULTILINE) and not any(re.search(r"\.\.\.", each) for each in others)
-    found = run("rl.md", {"__name__": "page"}, skipped=1)
+    found = run(others)
     assert [len(output.completions) for output in found["last"]] == [4, 4]
     assert len(found["sample"].token_ids) == 32
     old, new = found["sample"].version_range
     assert 0 < old < new == found["engine"].version
 
 
-def test_the_page_about_calls_from_a_training_program(capsys):
+@pytest.mark.slow
+def test_the_page_about_calls_from_a_training_program(run):
     _, tokenizer = load_model("models/tiny")
     tensors = load_file("models/tiny/model.safetensors")
     weights = {name: np.asarray(tensor, np.float32) for name, tensor in tensors.items()}
@@ -54,6 +57,6 @@ def test_the_page_about_calls_from_a_training_program(capsys):
         "rows": [],
         "done": 0,
     }
-    found = run("library.md", given)
+    found = run(blocks("library.md"), **given)
     assert found["output"].token_ids.shape == (2, 4, 64)
     assert all(output.error is None for output in found["outputs"])

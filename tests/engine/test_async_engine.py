@@ -323,17 +323,17 @@ def test_clients_that_try_again_when_they_are_told_to_are_all_served(engine):
 def test_the_wait_that_a_full_queue_names_counts_no_idle_time_and_those_of_a_round_together(monkeypatch):
     now = 100.0
     monkeypatch.setattr(async_engine.time, "monotonic", lambda: now)
-    pace = async_engine._Pace()
+    wait = async_engine._WaitTime()
     for _ in range(100):
-        now += 1000.0  # nobody waits
-        pace.starts()
+        now += 1000.0  # no request waits
+        wait.starts()
         for _ in range(2):
             now += 2.0
             for _ in range(8):
-                pace.leaves()
-            pace.settle()
-            pace.settle()
-    assert pace.interval_s == pytest.approx(0.25, rel=1e-3)
+                wait.leaves()
+            wait.end_round()
+            wait.end_round()
+    assert wait.interval_s == pytest.approx(0.25, rel=1e-3)
 
 
 @pytest.mark.parametrize("mode", ["admit", "step"])

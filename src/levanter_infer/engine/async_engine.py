@@ -128,11 +128,11 @@ class _Answer:
             else:
                 self._future.set_exception(error)
 
-        with contextlib.suppress(RuntimeError):  # the loop is closed, and nobody waits there
+        with contextlib.suppress(RuntimeError):  # the loop is closed, and no coroutine waits there
             self._loop.call_soon_threadsafe(enter)
 
 
-class _Pace:
+class _WaitTime:
     """How fast requests cease to wait, while any do."""
 
     def __init__(self):
@@ -149,10 +149,10 @@ class _Pace:
         self._since = time.monotonic()
 
     def leaves(self) -> None:
-        """A request ceases to wait. Those of a round cease together, so they count together, in `settle`."""
+        """A request ceases to wait. Those of a round cease together, so they count together, in `end_round`."""
         self._left += 1
 
-    def settle(self) -> None:
+    def end_round(self) -> None:
         if self._left:
             now = time.monotonic()
             self._seconds = _KEPT * self._seconds + now - self._since
@@ -176,7 +176,7 @@ class _Live:
     is_aborted: bool = False
     """Whether it is to end as soon as it could be submitted."""
     is_dropped: bool = False
-    """Whether nobody reads it any more."""
+    """Whether no coroutine reads it any more."""
     has_ended: bool = False
     sent: dict[SampleState, tuple[int, int, bool]] = dataclasses.field(default_factory=dict)
     """Tokens and characters of each sample that have been delivered, and whether its end has."""
@@ -222,7 +222,7 @@ class AsyncEngine:
         self._closers: list[_Answer] = []
         self._paused: str | None = None
         self._idle, self._closing, self._stopping, self._ended = True, False, False, False
-        self._pace = _Pace()
+        self._wait_time = _WaitTime()
         self.error: BaseException | None = None
         """What ended the owner thread, if it died."""
         self._thread = threading.Thread(target=self._own, name="levanter-infer-engine", daemon=True)
@@ -300,7 +300,7 @@ class AsyncEngine:
         with self._lock:
             self._check_open(self._closing)
             if self._waiting >= self._max_waiting:
-                raise QueueFull(self._max_waiting, self._pace.interval_s)
+                raise QueueFull(self._max_waiting, self._wait_time.interval_s)
             request = as_request(prompt, sampling)
             name = request.id if isinstance(request.id, str) else str(self._calls)
             if name in self._ids:
@@ -309,14 +309,14 @@ class AsyncEngine:
             changes |= {"id": name} if request.id is None else {}
             live = _Live(name, dataclasses.replace(request, **changes), reader, streams, time.monotonic())
             if not self._waiting:
-                self._pace.starts()
+                self._wait_time.starts()
             self._calls, self._waiting, self._ids[name] = self._calls + 1, self._waiting + 1, live
             if live.constrained is None:
                 self._unprepared.put(live)
         return live
 
     def _leave(self, live: _Live) -> None:
-        """Nobody reads a request any more: its id is free at once, and the owner thread ends it."""
+        """A request has lost its reader: its id is free at once, and the owner thread ends it."""
         if live.reader.output is None and live.reader.error is None:
             with self._lock:
                 self._forget(live)
@@ -511,7 +511,7 @@ class AsyncEngine:
             self._sweep()
         self._paused = mode
         self._engine.set_admits(mode != "admit")
-        self._pace.starts()
+        self._wait_time.starts()
 
     def _submit(self, live: _Live, prepared: RequestState | Exception) -> None:
         if live.has_ended:  # dropped before it came here
@@ -546,7 +546,7 @@ class AsyncEngine:
         return True
 
     def _drop(self, live: _Live) -> None:
-        """End a request that nobody reads."""
+        """End a request that has lost its reader."""
         if live.state is None:
             self._end(live, refused(live.request, live.id, "aborted before it was submitted"))
         elif not live.has_ended:
@@ -615,7 +615,7 @@ class AsyncEngine:
             live.waits = False
             with self._lock:
                 self._waiting -= 1
-                self._pace.leaves()
+                self._wait_time.leaves()
 
     def _end(self, live: _Live, result: RequestOutput | BaseException) -> None:
         if live.has_ended:
@@ -635,7 +635,7 @@ class AsyncEngine:
     def _post(self) -> None:
         """Hand each event loop what is for it, in one call."""
         with self._lock:
-            self._pace.settle()
+            self._wait_time.end_round()
         mail, self._mail = self._mail, collections.defaultdict(list)
         for loop, letters in mail.items():
             try:
