@@ -270,6 +270,37 @@ def test_a_text_is_read_while_rounds_go_on_and_requests_keep_their_order(reader,
     assert order == ["0", "1", "2"]
 
 
+@pytest.mark.slow
+def test_a_prompt_of_a_megabyte_does_not_hold_up_streams():
+    model, tokenizer = load_model("models/tiny")
+    text = ("17+25=42 and then some words, " * 40_000)[: 1 << 20]
+    begin = time.perf_counter()
+    tokenizer.encode(text)
+    seconds = time.perf_counter() - begin
+    # Long enough for the text to be encoded, and too short for it to be served
+    sizes = dict(max_seqs=8, max_seq_len=tokenizer.least_tokens(text) + 1, max_pages=4096, page_size=16)
+    engine = InferenceEngine(model, tokenizer, EngineConfig(**sizes, max_round_seconds=0.02))
+    engine.warmup()
+
+    async def times(server, seed: int) -> np.ndarray:
+        sampling = SamplingParams(max_tokens=1500, ignore_eos=True, seed=seed)
+        return np.asarray([time.perf_counter() async for _ in server.stream([seed, 6, 7], sampling)])
+
+    async def longest_gap(server, is_beside: bool) -> float:
+        streams = [asyncio.create_task(times(server, seed)) for seed in range(8)]
+        await asyncio.sleep(0.2)
+        if is_beside:
+            assert "leaves no token" in ((await server.generate(text)).error or "")
+        return max(float(np.diff(each).max()) for each in await asyncio.gather(*streams))
+
+    async def test(server):
+        return [[await longest_gap(server, is_beside) for is_beside in (False, True)] for _ in range(5)]
+
+    alone_s, beside_s = np.median(run(engine, test), axis=0)
+    print(f"encoding takes {seconds:.2f} s; longest gap {1e3 * alone_s:.0f} ms, beside it {1e3 * beside_s:.0f} ms")
+    assert beside_s < 0.2 * seconds
+
+
 def test_a_closed_stream_ends_its_request(engine):
     async def test(server):
         stream = server.stream(request(1, 50))
