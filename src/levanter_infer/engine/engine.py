@@ -622,8 +622,8 @@ class InferenceEngine:
 
         The round in flight is read first. Sequences in progress keep their tokens and recompute keys and values after
         `wake`; requests that wait go on waiting; no prefix is found any more. Until `wake`, calls that need the pool
-        raise RuntimeError; `submit`, `cancel`, `flush`, `swap_weights`, `stats` and `describe` do not. An engine that
-        sleeps already keeps sleeping, and may drop its weights now.
+        raise RuntimeError; `submit`, `cancel`, `expire`, `flush`, `swap_weights`, `stats` and `describe` do not. An
+        engine that sleeps already keeps sleeping, and may drop its weights now.
 
         Args:
             drop_weights: give up the engine's weights too. Arrays that it shares with a training program stay there.
