@@ -562,15 +562,7 @@ def slept(place: Place) -> dict:
     trained = jax.tree.map(
         lambda leaf: jax.device_put(leaf, halves) if leaf.ndim > 1 and leaf.shape[1] % 2 == 0 else leaf, trained
     )
-    compiled = []
-
-    def note(name: str, *_, **__) -> None:
-        compiled.extend([name] if "backend_compile" in name else [])
-
     engine.swap_weights(trained if place["hosts"] is None else tiny_model(1))
-    jax.monitoring.register_event_duration_secs_listener(note)
-    engine.swap_weights(trained if place["hosts"] is None else tiny_model(1))
-    jax.monitoring.unregister_event_duration_listener(note)
     greedy = Request(prompt_token_ids=[1, 2, 3], sampling=SamplingParams(max_tokens=6, temperature=0.0))
     return {
         "expected": expected,
@@ -578,7 +570,6 @@ def slept(place: Place) -> dict:
         "swapped": engine.generate(greedy)[0].completions[0].token_ids,
         "swapped_expected": uncached_greedy(tiny_model(1), [1, 2, 3], 6),
         "freed": freed,
-        "compiled": len(compiled),
         "moved": shardings != [str(leaf.sharding) for leaf in jax.tree.leaves((engine.model, engine.state))],
         "programs": engine.stats()["programs"],
         "free": [engine.stats()["pages_free"], engine.stats()["pages_total"]],

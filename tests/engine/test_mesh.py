@@ -197,7 +197,6 @@ def test_an_engine_on_a_mesh_sleeps_and_takes_weights_from_another_mesh(case):
 def check_slept(found: dict) -> None:
     assert found["tokens"] == found["expected"] and found["swapped"] == found["swapped_expected"]
     assert found["freed"] and not found["moved"] and set(found["programs"].values()) == {1}
-    assert found["compiled"] == 0  # by the second swap from another mesh; the first compiles how arrays move
     assert found["free"][0] == found["free"][1]
 
 
