@@ -1,11 +1,13 @@
 #!/usr/bin/env bash
 # Makes the environments of our neighbours from nothing, installs us beside them, and tries both sides. Needs the network.
 #
-#   ./scripts/compat.sh [levanter] [transformers]     by default both, one after the other: about 15 minutes on two cores
+#   ./scripts/compat.sh [levanter] [transformers] [tunix]     by default all, one after the other: 20 minutes on two cores
 #
 # levanter:      Python 3.12 or newer with marin-levanter. Its trainer still imports, `pip check` says what it said before
 #                us, and its models are sampled with the tokens and log probabilities of its own forward.
 # transformers:  Python 3.11 with transformers 5, datasets and lm-eval. `pip check` is clean, and the README's command runs.
+# tunix:         Python 3.11 with google-tunix. `pip check` is clean, and tests/test_tunix.py passes: the rollout worker with
+#                Tunix' own base class, configuration and tokenizer adapter.
 #
 # $COMPAT_DIR: where the environments are made, by default a temporary folder that is removed. $PYTHON312 and $PYTHON311
 # name the interpreters. $COMPAT_RUN is put before the commands that compute, such as nice.
@@ -87,11 +89,23 @@ transformers() {
   ${COMPAT_RUN:-} "$python" -m levanter_infer.sample --config configs/tiny.yaml
 }
 
-for part in "${@:-levanter transformers}"; do
+tunix() {
+  new_environment tunix "$(find_python 3.11 "${PYTHON311:-}")"
+  install google-tunix==0.1.7
+  "$python" -m pip check >"$folder/before" || true
+  install "$repository"
+  check_dependencies "$folder/before"
+  install "pytest>=8,<10" "pytest-timeout>=2.3,<3" "hypothesis>=6.100,<7"
+  "$python" -m pip list --format=freeze 2>/dev/null | grep -E '^(google-tunix|flax|jax|haliax)==' | xargs
+  # The installed package, not that of the checkout; pytest fails if the file is skipped.
+  ${COMPAT_RUN:-} "$python" -m pytest -o pythonpath=. -p no:cacheprovider tests/test_tunix.py
+}
+
+for part in "${@:-levanter transformers tunix}"; do
   for name in $part; do
     case $name in
-      levanter | transformers) "$name" ;;
-      *) fail "$name: expected levanter or transformers" ;;
+      levanter | transformers | tunix) "$name" ;;
+      *) fail "$name: expected levanter, transformers or tunix" ;;
     esac
   done
 done

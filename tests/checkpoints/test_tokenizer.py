@@ -3,6 +3,8 @@
 import base64
 import hashlib
 import json
+import threading
+import time
 
 import pytest
 from tokenizers import Regex, decoders, normalizers, pre_tokenizers
@@ -21,6 +23,26 @@ TEXTS = ["hello world", "the cat, the mat.", "  two  spaces\n\tand lines ", "Ã«Ã
 def test_encoding_and_decoding_return_the_text(tmp_path, text):
     tokenizer = Tokenizer.from_directory(write(tmp_path, byte_level()))
     assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_other_threads_run_while_a_long_text_is_encoded():
+    tokenizer, text = Tokenizer.from_directory("models/tiny"), "17+25=42 and some words, " * 8000
+    encoding, ticks = threading.Event(), []
+
+    def tick():
+        while not encoding.is_set():
+            ticks.append(time.perf_counter())
+            time.sleep(0.001)
+
+    thread = threading.Thread(target=tick)
+    thread.start()
+    begin = time.perf_counter()
+    ids = tokenizer.encode(text)
+    end = time.perf_counter()
+    encoding.set()
+    thread.join()
+    assert len(ids) > 50_000 and ids == tokenizer._tokenizer.encode(text).ids
+    assert len([each for each in ticks if begin < each < end]) > 10
 
 
 def test_post_processor_adds_bos_only_when_special_tokens_are_wanted(tmp_path):

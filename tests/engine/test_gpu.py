@@ -100,7 +100,8 @@ def test_the_round_program_is_lowered_for_a_gpu():
     traced = programs.trace_round(model, jax.eval_shape(programs.init), empty_admission(shapes))
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
     # In each bucket attention of chunks and of decode tokens, the rotation, and four matmul: q, k, v; output; gate, up;
-    # down. They compute norms and gates too. And once the statistics of the logits, and of changed ones, in two kernels.
+    # down. They compute norms and gates too. And once the statistics of the logits, and of changed ones, by two kernels
+    # each.
     assert text.count("__gpu$xla.gpu.triton") == len(shapes.buckets) * (2 + 1 + 4) + 2 * 2
 
 

@@ -182,7 +182,7 @@ def test_weights_from_a_checkpoint_directory(engine, tmp_path):
     assert engine.generate([request(text(9), temperature=0.0)])[0].completions[0].token_ids == found.token_ids
 
 
-def test_a_swap_after_warming_up_compiles_nothing(engine):
+def test_a_swap_after_warming_up_compiles_nothing(engine, tmp_path):
     compiled = []
 
     def note(name, *_, **__):
@@ -194,8 +194,9 @@ def test_a_swap_after_warming_up_compiles_nothing(engine):
     assert compiled
     compiled.clear()
     models = [tiny_model(seed) for seed in (1, 2)]
+    save_model(tiny_model(3), tmp_path)
     compiled.clear()
-    for model, policy in zip(models, ("keep_kv", "recompute"), strict=True):
+    for model, policy in zip((*models, tmp_path), ("keep_kv", "recompute", "drain"), strict=True):
         engine.swap_weights(model, policy=policy)
         engine.generate([request(text(9))])
     engine.sleep()

@@ -143,7 +143,8 @@ class Tokenizer:
             raise ValueError("prompt holds half of a surrogate pair, which is not a Unicode character") from e
         check_length(num_bytes, self._growth, "the prompt")
         with _library_errors(f"{self._where}/tokenizer.json cannot encode the prompt"):
-            return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+            # Gives the ids of `encode`, and lets other Python threads run meanwhile, which `encode` does not
+            return self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
     def least_tokens(self, text: str) -> int:
         """A lower bound of the number of tokens, without encoding; 0 where none is known."""

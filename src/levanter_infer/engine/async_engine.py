@@ -1,10 +1,15 @@
-"""`AsyncEngine`: one thread owns an `InferenceEngine` and steps it; coroutines of any event loop await the results."""
+"""`AsyncEngine`: one thread owns an `InferenceEngine` and steps it; coroutines of any event loop await the results.
+
+A request goes from thread to thread: `_enter` (the caller's), `_prepare` (the intake thread: a text of any length
+becomes tokens while rounds go on), `_submit`, `_take` and `_end` (the owner thread), `_Reader.deliver` (the caller's).
+Whatever waits for the owner thread waits with an `_Answer`.
+"""
 
 import asyncio
 import collections
-import concurrent.futures
 import contextlib
 import dataclasses
+import functools
 import logging
 import queue
 import threading
@@ -19,11 +24,13 @@ from levanter_infer.engine.metrics import Registry
 from levanter_infer.engine.params import SamplingParams
 from levanter_infer.engine.request import Request, RequestOutput, as_request, first_and_last, refused
 from levanter_infer.engine.request_state import RequestState, SampleState
+from levanter_infer.policies import FinishReason
 
 logger = logging.getLogger(__name__)
 
-_SMOOTHING = 0.1
-"""Weight of the newest interval in the mean time between two requests that cease to wait."""
+_KEPT = 0.9
+"""Weight of what was counted before, against what has just come, in the mean time between requests that cease to
+wait."""
 
 
 class QueueFull(RuntimeError):
@@ -95,6 +102,64 @@ class _Reader:
         self.ready.set()
 
 
+class _Answer:
+    """What a coroutine awaits, and another thread gives."""
+
+    def __init__(self):
+        self._loop = asyncio.get_running_loop()
+        self._future = self._loop.create_future()
+
+    def __await__(self):
+        return self._future.__await__()
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether it is still awaited."""
+        return not self._future.done() and not self._loop.is_closed()
+
+    def give(self, result: Any = None, error: BaseException | None = None) -> None:
+        """Return the result, or raise the error, where it is awaited; from any thread."""
+
+        def enter() -> None:
+            if self._future.done():
+                return
+            if error is None:
+                self._future.set_result(result)
+            else:
+                self._future.set_exception(error)
+
+        with contextlib.suppress(RuntimeError):  # the loop is closed, and no coroutine waits there
+            self._loop.call_soon_threadsafe(enter)
+
+
+class _WaitTime:
+    """How fast requests cease to wait, while any do."""
+
+    def __init__(self):
+        self._seconds, self._count, self._since = 1.0, 1.0, 0.0
+        self._left = 0
+
+    @property
+    def interval_s(self) -> float:
+        """Mean time between two of them; a second before any has."""
+        return self._seconds / self._count
+
+    def starts(self) -> None:
+        """The first request waits, or none could cease to until now."""
+        self._since = time.monotonic()
+
+    def leaves(self) -> None:
+        """A request ceases to wait. Those of a round cease together, so they count together, in `end_round`."""
+        self._left += 1
+
+    def end_round(self) -> None:
+        if self._left:
+            now = time.monotonic()
+            self._seconds = _KEPT * self._seconds + now - self._since
+            self._count = _KEPT * self._count + self._left
+            self._left, self._since = 0, now
+
+
 @dataclasses.dataclass(eq=False)
 class _Live:
     """A request that has not ended, as the owner thread sees it."""
@@ -102,28 +167,47 @@ class _Live:
     id: str
     request: Request
     reader: _Reader
+    streams: bool
+    since: float
+    """When it was made; a deadline counts from here."""
     state: RequestState | None = None
+    """None before it is submitted."""
     waits: bool = True
+    is_aborted: bool = False
+    """Whether it is to end as soon as it could be submitted."""
+    is_dropped: bool = False
+    """Whether no coroutine reads it any more."""
+    has_ended: bool = False
     sent: dict[SampleState, tuple[int, int, bool]] = dataclasses.field(default_factory=dict)
     """Tokens and characters of each sample that have been delivered, and whether its end has."""
+
+    @property
+    def constrained(self) -> SamplingParams | None:
+        """Its parameters, if they have a constraint."""
+        params = self.request.sampling
+        return params if isinstance(params, SamplingParams) and params.is_constrained else None
 
 
 class AsyncEngine:
     """Serves coroutines from one engine, which belongs to a thread of its own until `aclose`.
 
     Other threads that call the engine's `generate` wait until then. All methods may be called from any event loop.
-    A request waits from its call until its first token.
+    A request waits from its call until its first token. Requests are submitted in the order of their calls, those with
+    a constraint when it is compiled.
 
     Args:
-        engine: the engine; other callers reach it through `call` alone.
+        engine: the engine, on devices of this process; other callers reach it through `call` alone.
         max_waiting: requests that wait, at most.
     """
 
     def __init__(self, engine: InferenceEngine, *, max_waiting: int = 1024):
         if type(max_waiting) is not int or max_waiting < 1:
             raise ValueError(f"max_waiting={max_waiting!r}: expected a whole number of at least 1")
+        if engine.backend.spans_hosts:
+            raise ValueError("the mesh belongs to several processes, which must make the same calls in the same order")
         self._engine, self._max_waiting = engine, max_waiting
         self._commands: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
+        self._unprepared: queue.SimpleQueue[_Live | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._waiting, self._calls = 0, 0
         self._ids: dict[str, _Live] = {}
@@ -132,15 +216,18 @@ class AsyncEngine:
         self._reading: set[_Live] = set()
         """Requests whose samples have all finished, while scores or routes are read."""
         self._mail: dict[asyncio.AbstractEventLoop, list] = collections.defaultdict(list)
-        self._drains: list[concurrent.futures.Future] = []
+        self._asked: set[_Answer] = set()
+        """Answers that the owner thread owes."""
+        self._drains: list[_Answer] = []
+        self._closers: list[_Answer] = []
         self._paused: str | None = None
-        self._idle, self._closing = True, False
-        self._interval_s, self._left_at = 1.0, 0.0
+        self._idle, self._closing, self._stopping, self._ended = True, False, False, False
+        self._wait_time = _WaitTime()
         self.error: BaseException | None = None
         """What ended the owner thread, if it died."""
-        self._ended: concurrent.futures.Future[None] = concurrent.futures.Future()
         self._thread = threading.Thread(target=self._own, name="levanter-infer-engine", daemon=True)
         self._thread.start()
+        threading.Thread(target=self._prepare, name="levanter-infer-intake", daemon=True).start()
 
     @property
     def is_ready(self) -> bool:
@@ -162,11 +249,12 @@ class AsyncEngine:
             prompt, sampling: as of `InferenceEngine.submit`. Without an id the request is named by the number of
                 requests before it. Cancelling the task aborts it.
             timeout: seconds, as `Request.timeout_s`, which it replaces.
-        Raises: QueueFull; ValueError for an id in use; RuntimeError if the engine is closed or its thread has died.
+        Raises: QueueFull; ValueError for an id in use; RuntimeError if the engine is closed or its thread has died, or
+            as `InferenceEngine.submit`.
         """
-        await self._compile(prompt, sampling)
         live = self._enter(prompt, sampling, timeout)
         try:
+            await self._compile(live)
             await live.reader.ready.wait()
             return _output(live.reader)
         finally:
@@ -177,10 +265,10 @@ class AsyncEngine:
 
         The request is submitted with the first `anext`. Closing the iterator, or cancelling its task, aborts it.
         """
-        await self._compile(prompt, sampling)
         live = self._enter(prompt, sampling, timeout, streams=True)
         reader = live.reader
         try:
+            await self._compile(live)
             while True:
                 await reader.ready.wait()
                 reader.ready.clear()
@@ -197,45 +285,69 @@ class AsyncEngine:
         finally:
             self._leave(live)
 
-    async def _compile(self, prompt, sampling) -> None:
-        """Compile the constraint of a request, if it has one, while the owner thread goes on with rounds. What is wrong
-        with it comes back with the output."""
-        asked = prompt.sampling if isinstance(prompt, Request) and prompt.sampling is not None else sampling
-        if isinstance(asked, SamplingParams) and asked.is_constrained:
-            with contextlib.suppress(ValueError):
-                await asyncio.to_thread(self._engine.compile_constraint, asked)
+    async def _compile(self, live: _Live) -> None:
+        """Compile the constraint of a request, if it has one, which may take seconds, and hand it to the intake thread.
+        What is wrong with the constraint comes back with the output."""
+        if live.constrained is None:
+            return  # it has gone there already
+        with contextlib.suppress(ValueError):
+            await asyncio.to_thread(self._engine.compile_constraint, live.constrained)
+        self._unprepared.put(live)
 
     def _enter(self, prompt, sampling, timeout: float | None, *, streams: bool = False) -> _Live:
+        self._check_thread()
         reader = _Reader(asyncio.get_running_loop())
         with self._lock:
-            self._check_open()
+            self._check_open(self._closing)
             if self._waiting >= self._max_waiting:
-                raise QueueFull(self._max_waiting, self._interval_s * (1 + self._waiting - self._max_waiting))
+                raise QueueFull(self._max_waiting, self._wait_time.interval_s)
             request = as_request(prompt, sampling)
             name = request.id if isinstance(request.id, str) else str(self._calls)
             if name in self._ids:
                 raise ValueError(f"a request with the id {name[:80]!r} is in progress; give each an id of its own")
             changes = {} if timeout is None else {"timeout_s": timeout}
             changes |= {"id": name} if request.id is None else {}
-            live = _Live(name, dataclasses.replace(request, **changes), reader)
+            live = _Live(name, dataclasses.replace(request, **changes), reader, streams, time.monotonic())
+            if not self._waiting:
+                self._wait_time.starts()
             self._calls, self._waiting, self._ids[name] = self._calls + 1, self._waiting + 1, live
-            self._commands.put(lambda: self._submit(live, streams))
+            if live.constrained is None:
+                self._unprepared.put(live)
         return live
 
     def _leave(self, live: _Live) -> None:
+        """A request has lost its reader: its id is free at once, and the owner thread ends it."""
         if live.reader.output is None and live.reader.error is None:
-            self._commands.put(lambda: self._cancel(live))
+            with self._lock:
+                self._forget(live)
+            live.is_dropped = True
+            self._commands.put(lambda: self._drop(live))
+
+    def _forget(self, live: _Live) -> None:
+        if self._ids.get(live.id) is live:
+            del self._ids[live.id]
+
+    def _prepare(self) -> None:
+        """On the intake thread: encode and check requests, in the order in which they come."""
+        while (live := self._unprepared.get()) is not None:
+            if live.is_dropped or live.has_ended:
+                continue
+            try:
+                prepared = self._engine.prepare(live.request)
+            except Exception as error:
+                prepared = error
+            self._commands.put(functools.partial(self._submit, live, prepared))
 
     async def abort(self, request_id: str) -> bool:
         """End a request with reason "abort" and what it has; returns whether it was in progress."""
-        return await self._on_owner(lambda: self._cancel(self._ids.get(request_id)))
+        return await self._on_owner(lambda: self._abort(self._ids.get(request_id)))
 
     # Control
 
     async def pause(self, mode: str = "admit") -> None:
         """Stop admitting requests, while running ones end ("admit"), or stop after the current step ("step").
 
-        Requests are taken and wait. A deadline that passes while nothing runs is in force with `resume`.
+        Requests are taken and wait. Deadlines are in force.
         """
         if mode not in ("admit", "step"):
             raise ValueError(f"mode={mode!r}: expected 'admit' or 'step'")
@@ -246,7 +358,11 @@ class AsyncEngine:
         await self._on_owner(lambda: self._pause(None))
 
     async def call(self, function: Callable[..., Any], *args) -> Any:
-        """`function(engine, *args)` on the owner thread between rounds; returns or raises what it does."""
+        """`function(engine, *args)` on the owner thread between rounds; returns or raises what it does.
+
+        Requests that are made before may be submitted after it. Cancelling the task before it has begun prevents it.
+        While the engine sleeps, no round runs.
+        """
 
         def run():
             try:
@@ -262,9 +378,9 @@ class AsyncEngine:
 
     async def drain(self) -> None:
         """Wait until no request is in progress and all pages are free; a pause must end first."""
-        done: concurrent.futures.Future = concurrent.futures.Future()
+        done = _Answer()
         await self._on_owner(lambda: self._drains.append(done))
-        await asyncio.wrap_future(done)
+        await done
 
     def stats(self) -> dict[str, Any]:
         """As `InferenceEngine.stats`."""
@@ -275,40 +391,57 @@ class AsyncEngine:
         return self._engine.metrics()
 
     async def aclose(self, *, drain: bool = False) -> None:
-        """Give the engine back: requests in progress are aborted or, with `drain`, end first."""
-        if drain and self.is_ready:
-            await self.resume()
-            await self.drain()
+        """Give the engine back: requests in progress are aborted or, with `drain`, end first. No further ones are
+        taken, also if this is cancelled."""
+        self._check_thread()
         with self._lock:
             self._closing = True
+            drain = drain and not self._stopping
+        if drain:
+            with contextlib.suppress(RuntimeError):  # another call closes it at once, or the thread dies
+                await self.resume()
+                await self.drain()
+        with self._lock:
+            if self._ended:
+                return
+            closed = _Answer()
+            self._stopping = True
+            self._closers.append(closed)
             self._commands.put(lambda: None)
-        await asyncio.wrap_future(self._ended)
+        await closed
 
     async def _on_owner(self, function: Callable[[], Any]) -> Any:
-        done: concurrent.futures.Future = concurrent.futures.Future()
+        self._check_thread()
+        answer = _Answer()
 
-        def run():
+        def run() -> None:
+            self._asked.discard(answer)
+            if not answer.is_wanted:
+                return
             try:
                 result = function()
             except Exception as error:
-                done.set_exception(error)
+                answer.give(error=error)
             else:
-                done.set_result(result)
+                answer.give(result)
 
         with self._lock:
-            self._check_open()
+            self._check_open(self._stopping)
+            self._asked.add(answer)
             self._commands.put(run)
-        either = [asyncio.wrap_future(done), asyncio.wrap_future(self._ended)]
-        await asyncio.wait([asyncio.shield(each) for each in either], return_when=asyncio.FIRST_COMPLETED)
-        if not done.done():
-            raise RuntimeError("the engine was closed") from self.error
-        return done.result()
+        return await answer
 
-    def _check_open(self) -> None:
+    def _check_open(self, is_closed: bool) -> None:
         if self.error is not None:
             raise RuntimeError(f"the engine's thread has died: {self.error!r}") from self.error
-        if self._closing:
+        if is_closed:
             raise RuntimeError("the AsyncEngine is closed; make another one")
+
+    def _check_thread(self) -> None:
+        if threading.current_thread() is self._thread:
+            raise RuntimeError(
+                "a function of call() called the AsyncEngine, whose thread it is in; call the engine that it was given"
+            )
 
     # On the owner thread
 
@@ -316,7 +449,7 @@ class AsyncEngine:
         try:
             with self._engine.held("AsyncEngine"):
                 try:
-                    while not self._closing:
+                    while not self._stopping:
                         self._turn()
                     self._finish(None)
                 except BaseException as error:
@@ -324,62 +457,105 @@ class AsyncEngine:
         except BaseException as error:  # the engine cannot be reset either
             logger.exception("the engine of an AsyncEngine was left as it is")
             self.error = self.error or error
-        self._ended.set_result(None)
+        with self._lock:
+            self._ended = True
+        for closed in self._closers:
+            closed.give()
 
     def _turn(self) -> None:
         """Take the commands that have come, and run a round if there is anything to run; sleep if there is not."""
-        runs = bool(self._by_state) and (
-            self._paused is None or (self._paused == "admit" and (self._engine.has_active or bool(self._reading)))
-        )
+        runs = self._runs()
         if runs:
             self._engine.wait_for_launch_window()
-        elif not self._by_state and self._paused != "step":
-            self._rest()
-            self._commands.get()()
         else:
+            self._wait_for_command()
+        for _ in range(self._commands.qsize()):  # those that come meanwhile wait for the next turn
             self._commands.get()()
-        while not self._commands.empty():
-            self._commands.get()()
-        if runs and self._by_state and self._paused != "step":
+        if runs and self._runs():
             self._idle = False
             self._take(self._engine.step_round())
 
+    def _runs(self) -> bool:
+        """Whether a round has anything to do."""
+        if not self._by_state or self._paused == "step" or self._engine.is_asleep:
+            return False
+        return self._paused is None or self._engine.has_active or bool(self._reading)
+
+    def _wait_for_command(self) -> None:
+        """Take a command, or end what has a deadline, whichever comes first."""
+        until = None
+        if self._by_state:
+            ended, until = self._engine.expire()
+            self._take(ended)
+        elif self._paused != "step":
+            self._rest()
+        try:
+            command = self._commands.get(timeout=None if until is None else min(until, threading.TIMEOUT_MAX))
+        except queue.Empty:
+            return
+        command()
+
     def _rest(self) -> None:
-        if not self._idle:
+        if not self._idle and not self._engine.is_asleep:
             self._engine.drain()
             self._idle = True
+        with self._lock:
+            if self._ids:  # a request is being prepared
+                return
         drains, self._drains = self._drains, []
         for done in drains:
-            done.set_result(None)
+            done.give()
 
     def _pause(self, mode: str | None) -> None:
         if mode == "step" and not self._idle:
-            self._take(self._engine.flush())
+            self._sweep()
         self._paused = mode
         self._engine.set_admits(mode != "admit")
+        self._wait_time.starts()
 
-    def _submit(self, live: _Live, streams: bool) -> None:
-        if live.id not in self._ids:  # dropped before it came here
+    def _submit(self, live: _Live, prepared: RequestState | Exception) -> None:
+        if live.has_ended:  # dropped before it came here
             return
         try:
-            state = self._engine.submit(live.request)
+            if isinstance(prepared, Exception):
+                raise prepared
+            if prepared.timeout_s is not None:
+                prepared.timeout_s = max(prepared.timeout_s - (time.monotonic() - live.since), 0.0)
+            if live.is_aborted:
+                for sample in prepared.sequences:
+                    sample.finish(FinishReason.ABORT)
+                self._end(live, prepared.output())
+                return
+            state = self._engine.submit(prepared)
         except ValueError as error:
             self._end(live, refused(live.request, live.id, str(error)))
             return
+        except Exception as error:  # the engine sleeps or has no weights, and what it has to do for this request fails
+            self._end(live, error)
+            return
         live.state, state.grown = state, self._grown
-        live.sent = {sample: (0, 0, False) for sample in state.sequences} if streams else {}
         self._by_state[state] = live
 
-    def _cancel(self, live: _Live | None) -> bool:
-        if live is None or self._ids.get(live.id) is not live:
+    def _abort(self, live: _Live | None) -> bool:
+        """End a request, with an output; returns whether it was in progress."""
+        if live is None or live.has_ended or live.is_aborted:
             return False
+        live.is_aborted = True
+        if live.state is not None:
+            self._cancel(live.state)
+        return True
+
+    def _drop(self, live: _Live) -> None:
+        """End a request that has lost its reader."""
         if live.state is None:
             self._end(live, refused(live.request, live.id, "aborted before it was submitted"))
-            return True
+        elif not live.has_ended:
+            self._cancel(live.state)
+
+    def _cancel(self, state: RequestState) -> None:
         self._idle = False
-        self._engine.cancel(live.state)
-        self._take(live.state.sequences)
-        return True
+        self._engine.cancel(state)
+        self._take(state.sequences)
 
     def _take(self, ended: list[SampleState]) -> None:
         """Deliver what a round has brought; looks at the samples that got tokens or ended, and at no others."""
@@ -390,9 +566,9 @@ class AsyncEngine:
             if live is None:
                 continue
             self._leaves_queue(live)
-            if sample in live.sent:
+            if live.streams:
                 self._send_delta(live, sample)
-            elif not live.sent:
+            else:
                 sample.request.grown = None  # only its end matters
             if sample.finish_reason is not None and all(s.finish_reason is not None for s in sample.request.sequences):
                 self._reading.add(live)
@@ -402,14 +578,16 @@ class AsyncEngine:
         self._post()
 
     def _sweep(self) -> None:
-        """Look at all requests: a call may have run rounds of its own."""
+        """Read the round in flight, and look at all requests: a call may have run rounds of its own, and a failure in
+        one has ended all requests."""
         self._idle = False
-        known = self._engine.flush()
-        finished = [s for state in self._by_state for s in state.sequences if s.finish_reason is not None]
-        self._take([*known, *finished])
+        try:
+            self._engine.flush()
+        finally:
+            self._take([s for state in self._by_state for s in state.sequences if s.finish_reason is not None])
 
     def _send_delta(self, live: _Live, sample: SampleState) -> None:
-        tokens, chars, has_ended = live.sent[sample]
+        tokens, chars, has_ended = live.sent.get(sample, (0, 0, False))
         if has_ended:
             return
         params, ended = sample.request.params, sample.finish_reason is not None
@@ -434,17 +612,18 @@ class AsyncEngine:
 
     def _leaves_queue(self, live: _Live) -> None:
         if live.waits:
-            live.waits, now = False, time.monotonic()
+            live.waits = False
             with self._lock:
                 self._waiting -= 1
-                if self._left_at:
-                    self._interval_s += _SMOOTHING * (now - self._left_at - self._interval_s)
-                self._left_at = now
+                self._wait_time.leaves()
 
     def _end(self, live: _Live, result: RequestOutput | BaseException) -> None:
+        if live.has_ended:
+            return
+        live.has_ended = True
         self._leaves_queue(live)
         with self._lock:
-            self._ids.pop(live.id, None)
+            self._forget(live)
         self._reading.discard(live)
         if live.state is not None:
             live.state.grown = None
@@ -455,30 +634,39 @@ class AsyncEngine:
 
     def _post(self) -> None:
         """Hand each event loop what is for it, in one call."""
+        with self._lock:
+            self._wait_time.end_round()
         mail, self._mail = self._mail, collections.defaultdict(list)
         for loop, letters in mail.items():
             try:
                 loop.call_soon_threadsafe(_deliver, letters)
             except RuntimeError:  # the loop is closed, and no reader waits there
-                logger.debug("%d updates for a closed event loop", len(letters))
+                for live in [live for live in self._by_state.values() if live.reader.loop is loop]:
+                    self._leave(live)
 
     def _finish(self, error: BaseException | None) -> None:
         """Give every waiter the error, or its aborted output, and leave the engine empty."""
         with self._lock:
-            self.error, self._closing = error, True
+            self.error, self._closing, self._stopping = error, True, True
+        self._unprepared.put(None)
+        states = list(self._by_state)
         if error is not None:
             logger.error("the owner thread of an AsyncEngine died", exc_info=error)
         why = RuntimeError(f"the engine's thread has died: {error!r}" if error else "the AsyncEngine was closed")
         why.__cause__ = error
-        for done in self._drains:
-            done.set_exception(why)
+        for answer in [*self._drains, *self._asked]:
+            answer.give(error=why)
         for live in list(self._ids.values()):
             if error is None:
-                self._cancel(live)
+                self._drop(live)
             else:
                 self._end(live, why)
         self._post()
-        self._engine.reset()
+        if self._engine.is_asleep:  # nothing of it is on the device
+            for state in states:
+                self._engine.cancel(state)
+        else:
+            self._engine.reset()
 
 
 def _deliver(letters: list[tuple[_Reader, Any]]) -> None:

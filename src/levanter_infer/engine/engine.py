@@ -27,7 +27,7 @@ from levanter_infer.engine.intake import Intake
 from levanter_infer.engine.memory_audit import audit
 from levanter_infer.engine.mesh import MeshConfig, make_mesh
 from levanter_infer.engine.metrics import Registry
-from levanter_infer.engine.params import SamplingParams, brief
+from levanter_infer.engine.params import SamplingParams
 from levanter_infer.engine.request import (
     Request,
     RequestOutput,
@@ -37,7 +37,7 @@ from levanter_infer.engine.request import (
     names_are_checked,
     refused,
 )
-from levanter_infer.engine.request_state import RequestState, SampleState
+from levanter_infer.engine.request_state import RequestState, SampleState, check_submitted, checked_prepared, counts
 from levanter_infer.engine.round_loop import RoundLoop
 from levanter_infer.engine.runner import Runner
 from levanter_infer.engine.scheduler import Scheduler
@@ -346,7 +346,10 @@ class InferenceEngine:
             raise
 
     def _prepare(self, requests: Sequence[RequestState]) -> None:
-        """Compile what these need and has not been compiled yet: never for a request that was refused."""
+        """Give requests that are about to be queued their roots, and compile what they need: never for one that was
+        refused."""
+        for request in requests:
+            request.root = self._intake.root(request)
         if not self.is_asleep:
             self.runner.check_weights()
         changes = needed_changes(requests, self.shapes, self.config, self.model)
@@ -368,7 +371,7 @@ class InferenceEngine:
         while not all(request.is_done for request in requests):
             self.step_round()
             if on_update is not None:
-                on_update(lambda: _counts(requests, total))
+                on_update(lambda: counts(requests, total))
         self.drain()
 
     @exclusive
@@ -393,6 +396,14 @@ class InferenceEngine:
         return self._rounds.flush()
 
     @exclusive
+    def expire(self) -> tuple[list[SampleState], float | None]:
+        """End the requests whose deadline has passed, as every round does: for a caller that runs none for a while.
+
+        Returns: the sequences that have ended by it, and the seconds until the next deadline; None if there is none.
+        """
+        return self._rounds.expire()
+
+    @exclusive
     @awake
     def wait_for_launch_window(self) -> None:
         """Wait until the round in flight has ended or is about to; returns at once if there is none.
@@ -412,16 +423,27 @@ class InferenceEngine:
         """
         self._rounds.drain()
 
+    def prepare(self, request: Request) -> RequestState:
+        """Encode and check a request with an id, for `submit`, which then does neither. Any thread may call this at any
+        time. Raises: ValueError if it cannot be served."""
+        if request.id is None:
+            raise ValueError("prepare was given a request without an id; give it one")
+        state = self._intake.request_state(request, request.id)
+        state.scheduler = self._scheduler
+        return state
+
     @names_are_checked
     @exclusive
     def submit(self, prompt, sampling: SamplingParams | None = None) -> RequestState:
-        """Queue a `Request`, or another prompt as for `generate`, for the coming rounds.
+        """Queue a `Request`, another prompt as for `generate`, or what `prepare` returned; asleep too.
 
-        While the engine sleeps, requests are taken and wait.
         Raises: ValueError if it cannot be served; RuntimeError if programs have to be compiled for it, and the engine
             sleeps.
         """
-        request = self._intake.request_state(as_request(prompt, sampling), str(self._submissions))
+        if isinstance(prompt, RequestState):
+            request = checked_prepared(prompt, self._scheduler)
+        else:
+            request = self._intake.request_state(as_request(prompt, sampling), str(self._submissions))
         self._submissions += 1
         self._prepare([request])
         try:
@@ -440,21 +462,8 @@ class InferenceEngine:
         sequences in all of them.
         Raises: TypeError for what `submit` has not returned, ValueError for a request of another engine.
         """
-        self._check_submitted("cancel", request)
+        check_submitted("cancel", request, self._scheduler)
         self._rounds.cancel(request)
-
-    def _check_submitted(self, call: str, request) -> None:
-        """Raises: TypeError for what `submit` has not returned, ValueError for a request of another engine."""
-        if not isinstance(request, RequestState):
-            raise TypeError(
-                f"{call} was given {brief(request)} ({type(request).__name__}); expected what submit() returned for "
-                f"the request: request = engine.submit(...), and then engine.{call}(request)"
-            )
-        if request.scheduler is not self._scheduler:
-            raise ValueError(
-                f"{call} was given request {brief(request.id)} of another engine; call it on the engine that the "
-                "request was submitted to"
-            )
 
     def held(self, call: str) -> contextlib.AbstractContextManager[None]:
         """Wait for the engine and keep it for this thread, until the context ends; `call` names it to other threads."""
@@ -508,7 +517,7 @@ class InferenceEngine:
         Raises: ValueError if `ancestors` does not name a sample for each, the prompt is not yet on the device, or no
             slot is free; as `cancel`.
         """
-        self._check_submitted("resample", request)
+        check_submitted("resample", request, self._scheduler)
         self._rounds.pause()
         self._rounds.continue_from(request, request.sequences, checked_ancestors(request, ancestors))
 
@@ -518,7 +527,7 @@ class InferenceEngine:
         """Let sample `index` of a submitted request go on as itself and as `count` further samples, which join the
         request, each in a slot of its own. Otherwise like `resample`.
         """
-        self._check_submitted("fork", request)
+        check_submitted("fork", request, self._scheduler)
         self._rounds.pause()
         added = further_samples(request, index, count)
         ancestors = [*range(len(request.sequences)), *[index] * count]
@@ -543,7 +552,7 @@ class InferenceEngine:
                 "spill_to_host moves pages of one device, and the mesh of this engine has "
                 f"{self.backend.layout.mesh.size}; leave it out"
             )
-        self._check_submitted("spill_to_host", sequence.request)
+        check_submitted("spill_to_host", sequence.request, self._scheduler)
         self._rounds.pause()
         return self._rounds.offload.swap_out(sequence)
 
@@ -613,8 +622,8 @@ class InferenceEngine:
 
         The round in flight is read first. Sequences in progress keep their tokens and recompute keys and values after
         `wake`; requests that wait go on waiting; no prefix is found any more. Until `wake`, calls that need the pool
-        raise RuntimeError; `submit`, `cancel`, `flush`, `swap_weights`, `stats` and `describe` do not. An engine that
-        sleeps already keeps sleeping, and may drop its weights now.
+        raise RuntimeError; `submit`, `cancel`, `expire`, `flush`, `swap_weights`, `stats` and `describe` do not. An
+        engine that sleeps already keeps sleeping, and may drop its weights now.
 
         Args:
             drop_weights: give up the engine's weights too. Arrays that it shares with a training program stay there.
@@ -689,10 +698,3 @@ class InferenceEngine:
         for name, value in {**values, "peak_memory_bytes": peak_bytes()}.items():
             registry.set(name, value)
         return registry.as_dict("state")
-
-
-def _counts(requests: Sequence[RequestState], total: int) -> tuple[int, int, int]:
-    """(sequences finished, `total`, tokens generated); looks at every sequence."""
-    sequences = [sequence for request in requests for sequence in request.sequences]
-    finished = sum(sequence.finish_reason is not None for sequence in sequences)
-    return finished, total, sum(len(sequence.token_ids) for sequence in sequences)

@@ -52,7 +52,8 @@ class Intake:
         self._roots.clear()
 
     def request_state(self, request: Request, default_id: str) -> RequestState:
-        """The state of a request, with the samples that serve it.
+        """The state of a request, with the samples that serve it; its `root` is that of when it is queued, and another
+        call. Any thread may call this.
 
         Args:
             default_id: the id of a request that has none.
@@ -77,7 +78,6 @@ class Intake:
             first_sample=request.first_sample,
             automaton=constraint.automaton,
         )
-        state.root = self.root(state)
         hidden = None if params.skip_special_tokens else self._endings(params)
         for index in range(params.num_sequences):
             guide = constraint.guide and constraint.guide.copy()
@@ -104,7 +104,7 @@ class Intake:
         return frozenset((*self._end_ids, *(ids[0] for ids in stop_sequences(params) if len(ids) == 1)))
 
     def root(self, request: RequestState) -> int:
-        """The root in the prefix table of a request that starts now: requests of one root share pages.
+        """The root in the prefix table of a request that is queued now: requests of one root share pages.
 
         Each version of the weights with each salt has two roots: an odd one, and an even one for scored prompts
         (`is_scored_root`). A request that wants its routed experts has a root of its own, because a page that another

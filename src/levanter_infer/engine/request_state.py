@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from levanter_infer.decode.codes import DEFAULT_ROOT
-from levanter_infer.engine.params import SamplingParams, stop_sequences
+from levanter_infer.engine.params import SamplingParams, brief, stop_sequences
 from levanter_infer.engine.request import NOT_FINITE, Completion, RequestOutput
 from levanter_infer.engine.text import IncrementalDecoder, StopMatcher
 from levanter_infer.policies import FinishReason
@@ -194,7 +194,8 @@ class RequestState:
     cache_salt: str | None = None
     first_sample: int = 0
     root: int = DEFAULT_ROOT
-    """Root in the prefix table, for salt and version of the weights: requests of one root share pages."""
+    """Root in the prefix table, for salt and version of the weights from its submission on: requests of one root share
+    pages."""
     priority: int = 0
     """Smallest first."""
     automaton: TokenAutomaton | None = None
@@ -213,7 +214,7 @@ class RequestState:
     grown: "set[SampleState] | None" = dataclasses.field(default=None, repr=False)
     """Samples that got tokens add themselves here, so that a reader of many requests looks at no others."""
     scheduler: Any = dataclasses.field(default=None, repr=False)
-    """The `Scheduler` that it was submitted to: its slots are of that engine."""
+    """The `Scheduler` that it was prepared for or submitted to: its slots are of that engine."""
 
     @property
     def is_loose(self) -> bool:
@@ -272,3 +273,32 @@ def _mean_logprob(completion: Completion) -> float:
     """Score that `best_of` compares; a sample that was aborted or failed comes last."""
     complete = completion.finish_reason in (FinishReason.STOP, FinishReason.LENGTH) and len(completion.logprobs) > 0
     return float(completion.logprobs.mean(dtype=np.float64)) if complete else -np.inf
+
+
+def check_submitted(call: str, request, scheduler) -> None:
+    """Raises: TypeError for what `submit` has not returned, ValueError for a request of another engine."""
+    if not isinstance(request, RequestState):
+        raise TypeError(
+            f"{call} was given {brief(request)} ({type(request).__name__}); expected what submit() returned for "
+            f"the request: request = engine.submit(...), and then engine.{call}(request)"
+        )
+    if request.scheduler is not scheduler:
+        raise ValueError(
+            f"{call} was given request {brief(request.id)} of another engine; call it on the engine that the "
+            "request was submitted to"
+        )
+
+
+def checked_prepared(request: RequestState, scheduler) -> RequestState:
+    """A request of `prepare`. Raises: ValueError for one of another engine, or one that was submitted already."""
+    check_submitted("submit", request, scheduler)
+    if request.rank is not None:
+        raise ValueError(f"request {brief(request.id)} was submitted already; prepare it again")
+    return request
+
+
+def counts(requests: Sequence[RequestState], total: int) -> tuple[int, int, int]:
+    """(sequences finished, `total`, tokens generated); looks at every sequence."""
+    sequences = [sequence for request in requests for sequence in request.sequences]
+    finished = sum(sequence.finish_reason is not None for sequence in sequences)
+    return finished, total, sum(len(sequence.token_ids) for sequence in sequences)

@@ -98,6 +98,13 @@ class RoundLoop:
         self._scheduler.cancel(request)
         self.offload.forget_finished()
 
+    def expire(self) -> tuple[list[SampleState], float | None]:
+        """As `InferenceEngine.expire`."""
+        now = self.coordinator.now()
+        ended, following = self._scheduler.expire(now), self._scheduler.next_deadline()
+        self.offload.forget_finished()
+        return ended, None if following is None else max(following - now, 0.0)
+
     # Rounds
 
     def step(self, max_steps: int | None = None) -> list[SampleState]:

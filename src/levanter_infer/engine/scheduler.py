@@ -35,6 +35,8 @@ REASONS = {
     ABORT: FinishReason.ABORT,
 }
 _MAX_ARRIVAL = 2**31 - 2
+_FEW_DEADLINES = 256
+"""Deadlines that are kept without a look at whether their requests have ended."""
 
 
 class RankOutputs(Protocol):
@@ -98,8 +100,22 @@ class Scheduler:
             request.scheduler = self
             self.slots_of(request).queue.push(request)
             if request.timeout_s is not None:
-                self._num_deadlines += 1
-                heapq.heappush(self._deadlines, (now + request.timeout_s, self._num_deadlines, request))
+                self._add_deadline(now + request.timeout_s, request)
+
+    def _add_deadline(self, deadline: float, request: RequestState) -> None:
+        """Note it, and forget those of finished requests once they may be half of all: they may be hours away."""
+        if len(self._deadlines) >= self._most_deadlines:
+            self._deadlines = [entry for entry in self._deadlines if not entry[-1].is_done]
+            heapq.heapify(self._deadlines)
+            self._most_deadlines = max(_FEW_DEADLINES, 2 * len(self._deadlines))
+        self._num_deadlines += 1
+        heapq.heappush(self._deadlines, (deadline, self._num_deadlines, request))
+
+    def next_deadline(self) -> float | None:
+        """The first deadline of the requests that have not ended; None without one."""
+        while self._deadlines and self._deadlines[0][-1].is_done:
+            heapq.heappop(self._deadlines)
+        return self._deadlines[0][0] if self._deadlines else None
 
     def cancel(self, request: RequestState) -> None:
         """End a request with reason "abort": samples without a slot at once, others by the next admission."""
@@ -149,7 +165,7 @@ class Scheduler:
         self._ranks = [RankSlots(rank, num_slots, self.automata) for rank in range(self._num_ranks)]
         self._routed: list[RequestState] = []
         self._deadlines: list[tuple[float, int, RequestState]] = []  # a heap
-        self._num_deadlines = 0
+        self._num_deadlines, self._most_deadlines = 0, _FEW_DEADLINES
 
     def _route(self, requests: list[RequestState]) -> None:
         """Choose the ranks of requests from what they and unfinished ones may compute."""
