@@ -318,7 +318,11 @@ def _offsets(texts: Sequence[str]) -> list[int]:
 def usage(outputs: Sequence[RequestOutput]) -> dict[str, int]:
     """The tokens of some requests, as an answer counts them."""
     prompt = sum(len(output.prompt_token_ids) for output in outputs)
-    generated = sum(len(c.token_ids) for output in outputs for c in output.completions)
+    return counted(prompt, sum(len(c.token_ids) for output in outputs for c in output.completions))
+
+
+def counted(prompt: int, generated: int) -> dict[str, int]:
+    """`usage` of so many tokens."""
     return {"prompt_tokens": prompt, "completion_tokens": generated, "total_tokens": prompt + generated}
 
 

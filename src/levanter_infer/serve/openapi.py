@@ -4,7 +4,7 @@ from typing import Any
 
 from levanter_infer.fingerprint import package_version
 from levanter_infer.io.openai import NO_EFFECT, ONLY, PROMPTS, parameters
-from levanter_infer.serve.calls import CALL_KEYS, OWN
+from levanter_infer.serve.calls import CALL_KEYS, OWN, STREAM_OPTIONS
 from levanter_infer.serve.tools import TOOL_KEYS
 
 _NULL: dict[str, Any] = {"type": "null"}
@@ -85,7 +85,7 @@ _SCHEMAS: dict[str, Any] = {
     "timeout_s": {"type": "number", "exclusiveMinimum": 0, "maximum": 1e9},
     "stream_options": {
         "type": "object",
-        "properties": {"include_usage": {"anyOf": [_FLAG, _NULL]}},
+        "properties": dict.fromkeys(STREAM_OPTIONS, _or_null(_FLAG)),
         "additionalProperties": False,
     },
     "tools": _array(
