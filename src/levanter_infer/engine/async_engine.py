@@ -207,12 +207,12 @@ class AsyncEngine:
             with contextlib.suppress(ValueError):
                 await asyncio.to_thread(self._engine.compile_constraint, asked)
 
-    def check_room(self, count: int) -> None:
+    def check_capacity(self, count: int) -> None:
         """Raises: QueueFull if `count` more requests may not wait; RuntimeError as `generate`."""
         with self._lock:
-            self._check_room(count)
+            self._check_capacity(count)
 
-    def _check_room(self, count: int) -> None:
+    def _check_capacity(self, count: int) -> None:
         self._check_open()
         beyond = self._waiting + count - self._max_waiting
         if beyond > 0:
@@ -221,14 +221,14 @@ class AsyncEngine:
     def _enter(self, prompt, sampling, timeout: float | None, *, streams: bool = False) -> _Live:
         reader = _Reader(asyncio.get_running_loop())
         with self._lock:
-            self._check_room(1)
+            self._check_capacity(1)
             request = as_request(prompt, sampling)
             name = request.id if isinstance(request.id, str) else str(self._calls)
             if name in self._ids:
                 raise ValueError(f"a request with the id {name[:80]!r} is in progress; give each an id of its own")
             changes = {} if timeout is None else {"timeout_s": timeout}
             changes |= {"id": name} if request.id is None else {}
-            live = _Live(name, dataclasses.replace(request, **changes), reader)
+            live = _Live(name, dataclasses.replace(request, **changes) if changes else request, reader)
             self._calls, self._waiting, self._ids[name] = self._calls + 1, self._waiting + 1, live
             self._commands.put(lambda: self._submit(live, streams))
         return live

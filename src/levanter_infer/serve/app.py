@@ -24,6 +24,7 @@ from levanter_infer.serve.answers import Events, answer, event
 from levanter_infer.serve.calls import Call, CallReader
 from levanter_infer.serve.config import ServeConfig
 from levanter_infer.serve.openapi import description
+from levanter_infer.serve.tokenization import PATHS, Tokenization
 
 _OPEN_PATHS = ("/health",)
 """Paths that need no API key: a load balancer has none."""
@@ -40,6 +41,7 @@ class Service:
         answers: renders results.
         reader: reads requests. It has the model's names, of which the first is that of answers.
         config: limits.
+        tokenization: for the endpoints of the tokenizer.
         api_key: that requests must bring; None: no key.
         facts: for the status page.
     """
@@ -50,12 +52,14 @@ class Service:
         answers: Answers,
         reader: CallReader,
         config: ServeConfig,
+        tokenization: Tokenization,
         *,
         api_key: str | None = None,
         facts: dict[str, Any] | None = None,
     ):
         self.engine, self._answers, self._reader, self._names = engine, answers, reader, reader.model_names
         self._config, self._key, self._facts = config, api_key, facts or {}
+        self._tokenization = tokenization
         self._created = int(time.time())
 
     def app(self) -> Starlette:
@@ -69,6 +73,8 @@ class Service:
             Route("/health", self._health, methods=get),
             Route("/metrics", self._metrics, methods=get),
             Route("/version", self._version, methods=get),
+            Route("/tokenizer_info", self._tokenizer_info, methods=get),
+            *(Route(path, self._tokenize, methods=post) for path in PATHS),
             Route("/openapi.json", self._openapi, methods=get),
             Route("/v1/models", self._models, methods=get),
         ]
@@ -106,25 +112,44 @@ class Service:
         same = {"object": "model", "created": self._created, "owned_by": "levanter-infer"}
         return JSONResponse({"object": "list", "data": [{"id": name, **same} for name in self._names]})
 
-    async def _complete(self, request: Request) -> Response:
-        kind, name, created = PROMPTS[request.url.path], uuid.uuid4().hex, int(time.time())
+    async def _tokenizer_info(self, request: Request) -> Response:
         try:
-            data = await _body(request, self._config.max_body_bytes, self._config.idle_timeout_s)
-            body = parse_json(_text(data), "the body")
-            call = self._reader.read(body, kind, name)
+            return JSONResponse(self._tokenization.info())
+        except ValueError as error:
+            return _refused(error)
+
+    async def _tokenize(self, request: Request) -> Response:
+        """In a thread of its own: a long text takes long."""
+        try:
+            body = await self._read(request)
+            return JSONResponse(await asyncio.to_thread(self._tokenization.answer, request.url.path, body))
         except ClientDisconnect:
             return Response(status_code=499)
         except ValueError as error:
-            return JSONResponse(error_body(str(error), "invalid_request_error"), 400)
-        if len(call.requests) > self._config.max_waiting:
-            said = f"{len(call.requests)} prompts in one request; expected at most {self._config.max_waiting}"
-            return JSONResponse(error_body(said, "invalid_request_error"), 400)
+            return _refused(error)
+
+    async def _read(self, request: Request) -> Any:
+        """The JSON of a body. Raises: ClientDisconnect, HTTPException, ValueError."""
+        data = await _body(request, self._config.max_body_bytes, self._config.idle_timeout_s)
+        return parse_json(_text(data), "the body")
+
+    async def _complete(self, request: Request) -> Response:
+        kind, name, created = PROMPTS[request.url.path], uuid.uuid4().hex, int(time.time())
+        try:
+            call = self._reader.read(await self._read(request), kind, name)
+            if len(call.requests) > self._config.max_waiting:
+                said = f"{len(call.requests)} prompts in one request; expected at most {self._config.max_waiting}"
+                raise ValueError(said)
+        except ClientDisconnect:
+            return Response(status_code=499)
+        except ValueError as error:
+            return _refused(error)
         return _Attended(self._stream(call, name, created) if call.stream else self._answer(call, name, created))
 
     async def _answer(self, call: Call, name: str, created: int) -> AsyncGenerator[Response]:
         """The answer of a call that is no stream."""
         try:
-            self.engine.check_room(len(call.requests))
+            self.engine.check_capacity(len(call.requests))
             outputs = await _all([self.engine.generate(each) for each in call.requests])
         except RuntimeError as error:
             yield _unavailable(error)
@@ -138,7 +163,7 @@ class Service:
         outputs: dict[int, RequestOutput] = {}
         has_begun = False
         try:
-            self.engine.check_room(len(call.requests))
+            self.engine.check_capacity(len(call.requests))
             async with contextlib.aclosing(_merged(self.engine, call)) as updates:
                 async for prompt, update in updates:
                     failed = None
@@ -148,9 +173,9 @@ class Service:
                         if not has_begun and update.output.error is not None:
                             yield JSONResponse(error_body(update.output.error, "invalid_request_error"), 400)
                             return
-                    text = event(failed[1]) if failed is not None else events.update(prompt, update)
-                    yield text if has_begun else events.first(update.num_prompt_tokens) + text
+                    before = "" if has_begun else events.first(update.num_prompt_tokens)
                     has_begun = True
+                    yield before + (event(failed[1]) if failed is not None else events.update(prompt, update))
         except RuntimeError as error:
             yield event(error_body(str(error), "server_error")) if has_begun else _unavailable(error)
             return
@@ -291,6 +316,10 @@ def _text(data: bytes) -> str:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"the body is not UTF-8: {error}") from None
+
+
+def _refused(error: ValueError) -> Response:
+    return JSONResponse(error_body(str(error), "invalid_request_error"), 400)
 
 
 def _unavailable(error: RuntimeError) -> Response:

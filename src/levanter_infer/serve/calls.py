@@ -70,14 +70,15 @@ class CallReader:
         prompts = [rest.get("messages")] if is_chat else _prompts(rest.get("prompt"), self.max_prompts)
         requests, tools = [], None
         for i, prompt in enumerate(prompts):
-            content = body_row({**rest, kind: prompt}, kind, name, self.model_names, taker="this server", own=OWN)
-            row = self.parser.row(content, f"{name}-{i}", "the request" if len(prompts) == 1 else f"body.prompt[{i}]")
+            own_name = f"{name}-{i}"
+            content = body_row({**rest, kind: prompt}, kind, own_name, self.model_names, taker="this server", own=OWN)
+            row = self.parser.row(content, own_name, "the request" if len(prompts) == 1 else f"body.prompt[{i}]")
             if row.request is None:
                 raise ValueError(row.error)
             request = row.request
             if is_chat:
                 request, tools = self.tools.read(body, request)
-            requests.append(dataclasses.replace(request, id=f"{name}-{i}"))
+            requests.append(request)
         call = Call(requests, **_usage(body, flags["stream"]), tools=tools, **flags)
         _check_stream(call)
         return call

@@ -36,6 +36,8 @@ def _protocol(seconds: float) -> type[asyncio.Protocol]:
     class Bounded(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
         _timer: asyncio.TimerHandle | None = None
         _unread: asyncio.TimerHandle | None = None
+        _seen: Any = None
+        """The request that came before the head that `_size` counts."""
         _size = 0
 
         def connection_made(self, transport) -> None:
@@ -43,16 +45,18 @@ def _protocol(seconds: float) -> type[asyncio.Protocol]:
             self._timer = self._later(transport)
 
         def data_received(self, data: bytes) -> None:
-            before = self.cycle  # type: ignore[attr-defined]
-            if before is None or not before.more_body:
+            before: Any = self.cycle  # type: ignore[attr-defined]
+            if before is not self._seen:
+                self._seen, self._size = before, 0
+            if before is None or not before.more_body:  # then this is of a head
                 self._size += len(data)
-                self._timer = self._timer or self._later(self.transport)  # type: ignore[attr-defined]
+            if self._timer is None and (before is None or before.response_complete):
+                self._timer = self._later(self.transport)  # type: ignore[attr-defined]
             super().data_received(data)
             if self.cycle is not before:  # type: ignore[attr-defined]
-                self._size = 0
                 self._timer = _cancelled(self._timer)
             elif self._size > _MAX_HEAD_BYTES:
-                self.transport.close()  # type: ignore[attr-defined]
+                self.transport.abort()  # type: ignore[attr-defined]
 
         def connection_lost(self, exc: Exception | None) -> None:
             self._timer, self._unread = _cancelled(self._timer), _cancelled(self._unread)
