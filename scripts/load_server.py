@@ -109,26 +109,51 @@ def quarters(url: str, pid: int, bodies: list[dict], streams: int) -> list[tuple
     return states
 
 
-def beside_generate(url: str, model: str, bodies: list[dict], args: argparse.Namespace, max_seq_len: int) -> None:
-    """Throughput of the server and of `engine.generate` on the same requests, in turns."""
+async def closed_loop(engine, requests: list, streams: int) -> None:
+    """The same requests from as many coroutines, without HTTP and without a second process."""
+    from levanter_infer import AsyncEngine
+
+    left = iter(requests)
+    async with AsyncEngine(engine) as asynchronous:
+
+        async def work() -> None:
+            for request in left:
+                async for _ in asynchronous.stream(request):
+                    pass
+
+        await asyncio.gather(*(work() for _ in range(streams)))
+
+
+def beside_generate(url: str, model: str, bodies: list[dict], args: argparse.Namespace, length: int) -> None:
+    """Throughput of the server, of coroutines that call `AsyncEngine`, and of `engine.generate` on the same requests,
+    by turns; and the share of a core that this client takes while it loads the server."""
     from levanter_infer import EngineConfig, InferenceEngine, Request, SamplingParams, load_model
 
     weights, tokenizer = load_model(model)
-    engine = InferenceEngine(weights, tokenizer, EngineConfig(max_seqs=args.max_seqs, max_seq_len=max_seq_len))
+    engine = InferenceEngine(weights, tokenizer, EngineConfig(max_seqs=args.max_seqs, max_seq_len=length))
     engine.warmup()
     keys = ("max_tokens", "ignore_eos", "seed")
     requests = [Request(prompt=b["prompt"], sampling=SamplingParams(**{k: b[k] for k in keys})) for b in bodies]
     tokens, rates = sum(body["max_tokens"] for body in bodies), []
     for number in range(args.rounds + 1):
-        began = time.perf_counter()
+        times, used = [time.perf_counter()], time.process_time()
         asyncio.run(load(url, bodies, args.streams))
-        middle = time.perf_counter()
+        times.append(time.perf_counter())
+        client = (time.process_time() - used) / (times[1] - times[0])
+        asyncio.run(closed_loop(engine, requests, args.streams))
+        times.append(time.perf_counter())
         engine.generate(requests)
-        pair = tokens / (middle - began), tokens / (time.perf_counter() - middle)
-        if number:  # the first warms both
-            rates.append(pair)
-            print(f"server {pair[0]:.0f}, generate {pair[1]:.0f} tokens/s: {pair[0] / pair[1]:.3f}", flush=True)
-    print(f"median ratio {statistics.median(a / b for a, b in rates):.3f} of {args.rounds}")
+        times.append(time.perf_counter())
+        if number:  # the first warms all
+            rates.append([tokens / (end - begin) for begin, end in zip(times, times[1:], strict=False)] + [client])
+            server, loop, generate, _ = rates[-1]
+            said = f"server {server:.0f}, AsyncEngine {loop:.0f}, generate {generate:.0f} tokens/s"
+            print(f"{said}; client {client:.3f} of a core", flush=True)
+    print(
+        f"median of {args.rounds}: server / generate {statistics.median(s / g for s, _, g, _ in rates):.3f}", end=", "
+    )
+    print(f"AsyncEngine / generate {statistics.median(a / g for _, a, g, _ in rates):.3f}", end=", ")
+    print(f"client {statistics.median(c for *_, c in rates):.3f} of a core")
 
 
 def main() -> int:

@@ -15,6 +15,8 @@ from levanter_infer.io.prompts import RowParser
 from levanter_infer.serve.app import Service
 from levanter_infer.serve.calls import CallReader
 from levanter_infer.serve.config import ServeConfig
+from levanter_infer.serve.connections import http_config
+from levanter_infer.serve.tokenization import Tokenization
 from levanter_infer.serve.tools import ToolReader
 
 MODEL = "models/tiny"
@@ -53,8 +55,10 @@ def running(engine: InferenceEngine, *, api_key: str | None = None, **limits) ->
             parser = RowParser(SamplingParams(max_tokens=8))
             tools = ToolReader(config.tool_call_parser, engine.tokenizer)
             reader = CallReader(parser, tools, config.model_names, config.max_prompts)
-            service = Service(asynchronous, Answers("tiny", engine.tokenizer), reader, config, api_key=api_key)
-            server = uvicorn.Server(uvicorn.Config(service.app(), lifespan="off", log_level="warning"))
+            tokenization = Tokenization(engine.tokenizer, engine.shapes.max_seq_len, config.model_names)
+            answers = Answers("tiny", engine.tokenizer)
+            service = Service(asynchronous, answers, reader, config, tokenization, api_key=api_key)
+            server = uvicorn.Server(http_config(service.app(), config))
             server.install_signal_handlers = lambda: None  # type: ignore[attr-defined]
             url = f"http://127.0.0.1:{listener.getsockname()[1]}"
             found["it"] = Running(url, engine, asynchronous, asyncio.get_running_loop())

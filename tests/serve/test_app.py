@@ -1,6 +1,7 @@
 """The HTTP server, by the real client of OpenAI and by raw HTTP: answers equal the engine's, and nothing is left."""
 
 import asyncio
+import contextlib
 import json
 import math
 import random
@@ -15,6 +16,7 @@ import openai
 import pytest
 
 from levanter_infer import Request, SamplingParams
+from levanter_infer.engine.async_engine import QueueFull
 from tests.serve.server import running, tiny_engine
 
 PROMPT = "17+25="
@@ -118,6 +120,46 @@ def test_streams_join_to_the_answer(client, expected):
     assert events[-1].usage.completion_tokens == sum(len(c.token_ids) for c in own)
 
 
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_continuous_usage_counts_the_tokens_so_far(client, path):
+    same = dict(model="tiny", temperature=1.5, seed=3, max_tokens=8, n=2, stream=True)
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    made = client.completions if path == "/v1/completions" else client.chat.completions
+    given = {"prompt": PROMPT} if path == "/v1/completions" else {"messages": [{"role": "user", "content": PROMPT}]}
+    asked = {**same, **given, "extra_body": {"return_token_ids": True}}
+    plain = [event for event in made.create(**asked) if event.choices]
+    assert all(event.usage is None for event in plain)
+    *events, last = made.create(**asked, stream_options=options)
+    counts = [0, 0]
+    for event in events:
+        (choice,) = event.choices
+        counts[choice.index] += len(getattr(choice, "token_ids", None) or ())
+        used = event.usage
+        assert (used.prompt_tokens, used.completion_tokens) == (last.usage.prompt_tokens, counts[choice.index])
+        assert used.total_tokens == used.prompt_tokens + used.completion_tokens
+    assert min(counts) > 0 and sum(counts) == last.usage.completion_tokens and not last.choices
+
+
+def test_tokenizer_endpoints_equal_the_tokenizer(served, engine):
+    for special in (True, False):
+        done = post(served, "/tokenize", prompt="17+25=<|user|>\n", add_special_tokens=special).json()
+        assert done["tokens"] == engine.tokenizer.encode("17+25=<|user|>\n", special)
+        assert (done["count"], done["max_model_len"]) == (len(done["tokens"]), 64)
+    assert post(served, "/detokenize", tokens=done["tokens"]).json() == {"prompt": "17+25=<|user|>\n"}
+    info = httpx.get(f"{served.url}/tokenizer_info").json()
+    assert engine.tokenizer.encode(info["eos_token"], False) == [engine.tokenizer.eos_token_ids[0]]
+    for path, body, named in (
+        ("/tokenize", {"prompt": 1}, "body.prompt is 1"),
+        ("/tokenize", {"prompt": "a", "add_special_tokens": 1}, "add_special_tokens"),
+        ("/tokenize", {"prompt": "a", "messages": []}, "messages"),
+        ("/tokenize", {"prompt": "a", "model": "gpt"}, "expected one of tiny, other"),
+        ("/detokenize", {"tokens": [99999]}, "body.tokens"),
+        ("/detokenize", {"tokens": [True]}, "body.tokens"),
+    ):
+        refused = post(served, path, **body)
+        assert refused.status_code == 400 and named in refused.json()["error"]["message"]
+
+
 def test_echo_scores_the_prompt(client, expected):
     answer = client.completions.create(model="tiny", prompt="17+25=42", max_tokens=0, echo=True, logprobs=1)
     (choice,), own = answer.choices, expected["scored"][0]
@@ -164,6 +206,8 @@ def test_chats_are_rendered_and_streamed(client, engine):
         (b'{"prompt": ["a", 1]}', "prompt"),
         (b'{"prompt": "a", "stream": 1}', "stream"),
         (b'{"prompt": "a", "stream_options": {"include_usage": true}}', "stream_options"),
+        (b'{"prompt": "a", "stream": true, "stream_options": {"continuous_usage_stats": true}}', "include_usage"),
+        (b'{"prompt": "a", "stream": true, "stream_options": {"other": true}}', "continuous_usage_stats"),
         (b'{"prompt": "a", "stream": true, "best_of": 3}', "best_of"),
         (b'{"prompt": "a", "n": 1000000}', "n"),
         (b'{"messages": []}', "prompt"),
@@ -245,6 +289,64 @@ def test_clients_that_go_away_leave_no_pages(served, clients):
     assert kept["choices"][0]["text"] == "42\n" and any(left)
     assert pages_are_free(served)
     assert served.engine.stats()["generated_tokens"] - before < clients * 50
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_client_that_leaves_while_it_waits_leaves_the_queue(engine, stream):
+    body = {"prompt": PROMPT, "temperature": 0}
+    with running(engine, max_waiting=1) as server:
+        asyncio.run_coroutine_threadsafe(server.asynchronous.pause("admit"), server.loop).result(60)
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(f"{server.url}/v1/completions", json={**body, "stream": stream}, timeout=0.5)
+
+        async def capacity() -> None:
+            while True:  # paused: nothing but the departure frees its place
+                with contextlib.suppress(QueueFull):
+                    return server.asynchronous.check_capacity(1)
+                await asyncio.sleep(0.01)
+
+        asyncio.run_coroutine_threadsafe(asyncio.wait_for(capacity(), 20), server.loop).result(60)
+        asyncio.run_coroutine_threadsafe(server.asynchronous.resume(), server.loop).result(60)
+        assert post(server, **body).json()["choices"][0]["text"] == "42\n"
+        assert pages_are_free(server)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_prompts_enter_a_queue_all_or_none(engine, stream):
+    with running(engine, max_waiting=2) as server:
+        before = server.engine.stats()
+
+        def fits(count: int) -> bool:
+            with contextlib.suppress(QueueFull):
+                server.asynchronous.check_capacity(count)
+                return True
+            return False
+
+        asyncio.run_coroutine_threadsafe(server.asynchronous.pause("admit"), server.loop).result(60)
+
+        async def crowd():
+            body = {"max_tokens": 3, "ignore_eos": True, "temperature": 0}
+            async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
+
+                def send(prompt):
+                    return asyncio.ensure_future(client.post("/v1/completions", json={**body, "prompt": prompt}))
+
+                tasks = [send("1+1=")]
+                while fits(2):
+                    await asyncio.sleep(0.01)
+                full = await client.post("/v1/completions", json={**body, "prompt": ["a", "b"], "stream": stream})
+                tasks.append(send("2+2="))  # has the place that none of the two prompts took
+                while fits(1):
+                    await asyncio.sleep(0.01)
+                asyncio.run_coroutine_threadsafe(server.asynchronous.resume(), server.loop)
+                return full, [await task for task in tasks]
+
+        full, kept = asyncio.run(crowd())
+        assert full.status_code == 429 and int(full.headers["retry-after"]) >= 1
+        assert [each.status_code for each in kept] == [200, 200]
+        assert pages_are_free(server)
+        sizes = {"generated_tokens": 6, "prompt_tokens": sum(len(engine.tokenizer.encode(p)) for p in ("1+1=", "2+2="))}
+        assert {key: server.engine.stats()[key] - before[key] for key in sizes} == sizes
 
 
 @pytest.mark.parametrize("streams", [64, pytest.param(1000, marks=pytest.mark.slow)])

@@ -2,6 +2,7 @@
 
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import pytest
 from levanter_infer.cli.common import parse_arguments
 from levanter_infer.config import load_config
 from levanter_infer.policies import ToolCallParser
+from levanter_infer.serve.__main__ import allow_files
 from levanter_infer.serve.config import ServeConfig, ServeRunConfig
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -47,6 +49,21 @@ def test_documented_command_serves_and_drains():
                 httpx.get(f"{url}/health")
         finally:
             process.kill()
+
+
+def test_limit_of_open_files_follows_the_connections(caplog):
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (500, hard))
+        allow_files(400)
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == 656 and not caplog.records
+        allow_files(100)
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == 656
+        if hard != resource.RLIM_INFINITY:
+            allow_files(hard)
+            assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == hard and "ulimit -n" in caplog.text
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_other_addresses_need_a_key(monkeypatch, tmp_path):

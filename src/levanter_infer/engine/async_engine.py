@@ -37,7 +37,7 @@ class QueueFull(RuntimeError):
     """As many requests wait as may; nothing has changed. Try again after `retry_after` seconds."""
 
     def __init__(self, max_waiting: int, retry_after: float):
-        super().__init__(f"{max_waiting} requests wait (max_waiting); try again in {retry_after:.2f} s")
+        super().__init__(f"the queue of {max_waiting} requests (max_waiting) is full; try again in {retry_after:.2f} s")
         self.retry_after = retry_after
 
 
@@ -57,6 +57,8 @@ class Update:
     processed_logprobs: np.ndarray
     top_logprobs: list[dict[int, float]] | None
     token_versions: np.ndarray
+    num_prompt_tokens: int = 0
+    """Of the request."""
     finish_reason: str | None = None
     """Set with the last tokens of the sample."""
     stop_reason: str | int | tuple[int, ...] | None = None
@@ -294,20 +296,30 @@ class AsyncEngine:
             await asyncio.to_thread(self._engine.compile_constraint, live.constrained)
         self._unprepared.put(live)
 
+    def check_capacity(self, count: int) -> None:
+        """Raises: QueueFull if `count` more requests may not wait; RuntimeError as `generate`."""
+        with self._lock:
+            self._check_capacity(count)
+
+    def _check_capacity(self, count: int) -> None:
+        self._check_open(self._closing)
+        beyond = self._waiting + count - self._max_waiting
+        if beyond > 0:
+            raise QueueFull(self._max_waiting, self._wait_time.interval_s * beyond)
+
     def _enter(self, prompt, sampling, timeout: float | None, *, streams: bool = False) -> _Live:
         self._check_thread()
         reader = _Reader(asyncio.get_running_loop())
         with self._lock:
-            self._check_open(self._closing)
-            if self._waiting >= self._max_waiting:
-                raise QueueFull(self._max_waiting, self._wait_time.interval_s)
+            self._check_capacity(1)
             request = as_request(prompt, sampling)
             name = request.id if isinstance(request.id, str) else str(self._calls)
             if name in self._ids:
                 raise ValueError(f"a request with the id {name[:80]!r} is in progress; give each an id of its own")
             changes = {} if timeout is None else {"timeout_s": timeout}
             changes |= {"id": name} if request.id is None else {}
-            live = _Live(name, dataclasses.replace(request, **changes), reader, streams, time.monotonic())
+            asked = dataclasses.replace(request, **changes) if changes else request
+            live = _Live(name, asked, reader, streams, time.monotonic())
             if not self._waiting:
                 self._wait_time.starts()
             self._calls, self._waiting, self._ids[name] = self._calls + 1, self._waiting + 1, live
@@ -604,6 +616,7 @@ class AsyncEngine:
             processed_logprobs=np.asarray(sample.processed_logprobs[tokens:], np.float32),
             top_logprobs=sample.top_logprobs[tokens:] if params.logprobs else None,
             token_versions=np.asarray(sample.versions[tokens:], np.int32),
+            num_prompt_tokens=len(sample.request.prompt_token_ids),
             finish_reason=sample.finish_reason,
             stop_reason=sample.stop_reason,
         )
@@ -687,4 +700,5 @@ def _empty(output: RequestOutput) -> Update:
     last = output.completions[-1] if output.completions else None
     index, reason = (0, "error") if last is None else (last.index, last.finish_reason)
     text = None if last is None or last.text is None else ""
-    return Update(output.id, index, [], text, none, none, None, np.zeros(0, np.int32), reason)
+    size = len(output.prompt_token_ids)
+    return Update(output.id, index, [], text, none, none, None, np.zeros(0, np.int32), size, reason)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import difflib
+import functools
 import hashlib
 import json
 import logging
@@ -67,6 +68,12 @@ def check_names(
             nearest = elsewhere.get(written) or (close[0] if close else None)
             hint = "none is near it" if nearest is None else f"the nearest known one is {nearest!r}"
             raise UnknownName(f"{owner} has no {what} {brief(name)}; {hint} (known: {', '.join(known)})")
+
+
+@functools.cache
+def field_names(cls: type) -> tuple[str, ...]:
+    """The names of a dataclass' fields."""
+    return tuple(field.name for field in dataclasses.fields(cls))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -159,7 +166,7 @@ class SamplingParams:
                 f"SamplingParams takes its parameters by name and was given {brief(args[0])} without one; write "
                 "SamplingParams(temperature=0.7, max_tokens=64)"
             )
-        check_names("SamplingParams", kwargs, [field.name for field in dataclasses.fields(cls)], NAMES_ELSEWHERE)
+        check_names("SamplingParams", kwargs, field_names(cls), NAMES_ELSEWHERE)
         return super().__new__(cls)
 
     def __post_init__(self):
@@ -265,7 +272,7 @@ class SamplingParams:
         """
         if not isinstance(values, Mapping):
             raise ValueError(f"sampling={brief(values)}: expected a mapping of parameter names to values")
-        check_names("sampling", values, [field.name for field in dataclasses.fields(cls)], NAMES_ELSEWHERE)
+        check_names("sampling", values, field_names(cls), NAMES_ELSEWHERE)
         return cls(**values)  # type: ignore[arg-type]
 
 
@@ -414,11 +421,11 @@ def derive_seed(config_seed: int, request_id: str) -> int:
 
 
 def _is_int(value: object) -> bool:
-    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    return type(value) is int or (isinstance(value, numbers.Integral) and not isinstance(value, bool))
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, numbers.Real) and not isinstance(value, bool)
+    return type(value) in (int, float) or (isinstance(value, numbers.Real) and not isinstance(value, bool))
 
 
 def _check_int(name: str, value: object, low: int, high: int, remedy: str) -> None:

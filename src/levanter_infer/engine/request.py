@@ -8,7 +8,7 @@ from typing import Any, TypeVar, cast
 
 import numpy as np
 
-from levanter_infer.engine.params import SamplingParams, brief, check_names
+from levanter_infer.engine.params import SamplingParams, brief, check_names, field_names
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -83,7 +83,7 @@ class Request:
                 f"Request takes one positional argument, the prompt, and was given {len(args)}; write the others by "
                 "name: Request(prompt, sampling=SamplingParams(...))"
             )
-        check_names("Request", kwargs, [field.name for field in dataclasses.fields(cls)], _NAMES_ELSEWHERE)
+        check_names("Request", kwargs, field_names(cls), _NAMES_ELSEWHERE)
         return super().__new__(cls)
 
 

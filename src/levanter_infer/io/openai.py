@@ -3,6 +3,7 @@
 Source: the types of the `openai` package 3.54.
 """
 
+import functools
 import itertools
 import json
 import math
@@ -81,7 +82,7 @@ def body_row(
         own: sampling parameters by our names, and keys of rows, that the body may have besides OpenAI's.
     Raises: ValueError for what is unknown or not supported.
     """
-    check_keys(body, list(dict.fromkeys((*parameters(kind), *own, *NO_EFFECT, *ONLY))), "body")
+    check_keys(body, _known(kind, tuple(own)), "body")
     given = {key: value for key, value in body.items() if value is not None}
     model = given.get("model")
     if model is not None and model not in model_names:
@@ -97,6 +98,12 @@ def body_row(
     if kind == "prompt":
         return {"id": name, "sampling": sampling} | row | _prompt(given.get(kind))
     return {"id": name, kind: _messages(given.get(kind)), "sampling": sampling} | row | _chat_keys(given)
+
+
+@functools.cache
+def _known(kind: str, own: tuple[str, ...]) -> tuple[str, ...]:
+    """The keys that a body may have."""
+    return tuple(dict.fromkeys((*parameters(kind), *own, *NO_EFFECT, *ONLY)))
 
 
 def _prompt(value: Any) -> dict[str, Any]:
@@ -318,7 +325,11 @@ def _offsets(texts: Sequence[str]) -> list[int]:
 def usage(outputs: Sequence[RequestOutput]) -> dict[str, int]:
     """The tokens of some requests, as an answer counts them."""
     prompt = sum(len(output.prompt_token_ids) for output in outputs)
-    generated = sum(len(c.token_ids) for output in outputs for c in output.completions)
+    return counted(prompt, sum(len(c.token_ids) for output in outputs for c in output.completions))
+
+
+def counted(prompt: int, generated: int) -> dict[str, int]:
+    """`usage` of so many tokens."""
     return {"prompt_tokens": prompt, "completion_tokens": generated, "total_tokens": prompt + generated}
 
 

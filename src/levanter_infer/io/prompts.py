@@ -12,7 +12,7 @@ from typing import Any
 from levanter_infer.checkpoints.chat import CHAT_KEYS, check_chat_settings
 from levanter_infer.columns import TYPES, Columns
 from levanter_infer.config import RunConfig, check_keys
-from levanter_infer.engine.params import SamplingParams, brief
+from levanter_infer.engine.params import SamplingParams, brief, field_names
 from levanter_infer.engine.request import MAX_ID_CHARS, Request
 
 MAX_LINE_BYTES = 2**24
@@ -323,5 +323,5 @@ def merge_sampling(base: SamplingParams, overrides: Any) -> SamplingParams:
     """`base` with a row's own parameters. Raises: ValueError naming an unknown or wrong one."""
     if not isinstance(overrides, dict):
         raise ValueError(f"sampling is {brief(overrides)}; expected an object of sampling parameters")
-    values = {f.name: getattr(base, f.name) for f in dataclasses.fields(base)}
+    values = {name: getattr(base, name) for name in field_names(SamplingParams)}
     return SamplingParams.from_dict(values | overrides)

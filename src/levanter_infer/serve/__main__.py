@@ -6,9 +6,12 @@ Messages go to standard error. SIGTERM and SIGINT end it: it takes no further co
 
 import asyncio
 import dataclasses
+import gc
 import logging
+import resource
 import socket
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 
 from levanter_infer.cli import run_command
 
@@ -21,6 +24,11 @@ from levanter_infer.io.prompts import RowParser, chat_settings
 from levanter_infer.io.terminal import say
 from levanter_infer.serve.config import ServeRunConfig
 
+logger = logging.getLogger(__name__)
+_OTHER_FILES = 256
+"""Open files besides connections, at most."""
+_SWITCH_S = 0.0005
+"""Seconds that the engine's thread waits for the interpreter at most while the event loop has it."""
 USAGE = """\
 usage: levanter-infer serve --model NAME [--config FILE] [--KEY VALUE ...]
 
@@ -47,6 +55,8 @@ def run(config: ServeRunConfig) -> int:
     """Serve until a signal; returns the exit status. Raises: ValueError for what stops the start."""
     try:
         import uvicorn
+
+        from levanter_infer.serve.connections import http_config
     except ModuleNotFoundError as e:
         raise ValueError(
             f"serve needs {e.name}: install this package with its extra, in a checkout pip install '.[serve]'"
@@ -60,6 +70,7 @@ def run(config: ServeRunConfig) -> int:
     from levanter_infer.io.openai import Answers
     from levanter_infer.serve.app import Service
     from levanter_infer.serve.calls import CallReader
+    from levanter_infer.serve.tokenization import Tokenization
     from levanter_infer.serve.tools import ToolReader
 
     tools = ToolReader(config.serve.tool_call_parser, engine.tokenizer)
@@ -71,25 +82,55 @@ def run(config: ServeRunConfig) -> int:
         answers = Answers(names[0], engine.tokenizer)
         async with AsyncEngine(engine, max_waiting=config.serve.max_waiting) as running:
             facts = {"engine": engine.describe()}
-            service = Service(running, answers, reader, config.serve, api_key=key, facts=facts)
-            options = uvicorn.Config(
-                service.app(),
-                log_level=logging.WARNING,
-                limit_concurrency=config.serve.max_connections,
-                timeout_graceful_shutdown=max(1, round(config.serve.grace_s)),
-                server_header=False,
-                lifespan="off",
-            )
+            tokenization = Tokenization(engine.tokenizer, engine.shapes.max_seq_len, names)
+            service = Service(running, answers, reader, config.serve, tokenization, api_key=key, facts=facts)
             host, port = listener.getsockname()[:2]
             say(f"serving   http://{f'[{host}]' if ':' in host else host}:{port} as {', '.join(names)}")
-            await uvicorn.Server(options).serve(sockets=[listener])
+            await uvicorn.Server(http_config(service.app(), config.serve)).serve(sockets=[listener])
 
+    _quicken()
+    allow_files(config.serve.max_connections)
     try:
-        asyncio.run(serve())
+        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+            runner.run(serve())
     except KeyboardInterrupt:  # uvicorn raises the signal again once all is over
         pass
     say(f"served    {engine.stats()['generated_tokens']} tokens")
     return 0
+
+
+def _quicken() -> None:
+    """Settings of the interpreter for two busy threads, that of the engine and that of the event loop."""
+    gc.collect()
+    gc.freeze()  # a full collection would look at all that JAX has made, for half a second
+    sys.setswitchinterval(_SWITCH_S)
+
+
+def allow_files(connections: int) -> None:
+    """Raise the process' limit on open files so that so many connections fit. A system that does not let it gets a
+    warning: further connections would wait unanswered there."""
+    wanted = connections + _OTHER_FILES
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return
+    allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, allowed), hard))
+    if allowed < wanted:
+        logger.warning(
+            "the system allows %d open files, and serve.max_connections=%d needs %d; lower it or raise ulimit -n",
+            allowed,
+            connections,
+            wanted,
+        )
+
+
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    """uvloop's, if it is installed."""
+    try:
+        import uvloop
+    except ModuleNotFoundError:
+        return None
+    return uvloop.new_event_loop
 
 
 def _listener(config: ServeRunConfig) -> socket.socket:

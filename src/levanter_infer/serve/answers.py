@@ -1,5 +1,6 @@
 """What a client gets: the bodies of answers, and the events of streams."""
 
+import collections
 import dataclasses
 import json
 from collections.abc import Sequence
@@ -7,11 +8,13 @@ from typing import Any
 
 from levanter_infer.engine.async_engine import Update
 from levanter_infer.engine.request import Completion, RequestOutput
-from levanter_infer.io.openai import Answers, prompt_logprobs, usage
+from levanter_infer.io.openai import Answers, counted, prompt_logprobs, usage
 from levanter_infer.policies import FinishReason
 from levanter_infer.serve.calls import Call
 from levanter_infer.serve.tool_calls import CallParser, ToolCall
 from levanter_infer.serve.tools import Tools
+
+_json = json.JSONEncoder(allow_nan=False).encode
 
 
 def answer(answers: Answers, call: Call, outputs: Sequence[RequestOutput], name: str, created: int):
@@ -88,30 +91,37 @@ class Events:
     def __init__(self, answers: Answers, call: Call, name: str, created: int, model: str):
         self._answers, self._call = answers, call
         self._is_chat = call.requests[0].messages is not None
-        self._same = {
+        same = {
             "id": f"{'chatcmpl' if self._is_chat else 'cmpl'}-{name}",
             "object": "chat.completion.chunk" if self._is_chat else "text_completion",
             "created": created,
             "model": model,
         }
+        self._begin = f"data: {_json(same)[:-1]}, "
         sampling = call.requests[0].sampling
         assert sampling is not None
         self._n, self._asked = sampling.n, sampling.logprobs is not None
         self._parsers: dict[int, CallParser] = {}
+        self._counts: collections.Counter[int] = collections.Counter()
+        """Tokens of each choice."""
 
-    def first(self) -> str:
+    def first(self, num_prompt_tokens: int) -> str:
         """The events before any token."""
         if not self._is_chat:
             return ""
         delta = {"role": "assistant", "content": ""}
         return "".join(
-            self._event([{"index": index, "delta": delta, "finish_reason": None}])
+            self._event(
+                [{"index": index, "delta": delta, "finish_reason": None}], self._so_far(index, num_prompt_tokens)
+            )
             for index in range(self._n * len(self._call.requests))
         )
 
     def update(self, prompt: int, update: Update) -> str:
         """The events for an update of request `prompt` of the call."""
         index = prompt * self._n + update.index
+        self._counts[index] += len(update.token_ids)
+        so_far = self._so_far(index, update.num_prompt_tokens)
         parts, reason = self._parts(index, update)
         choice: dict[str, Any] = {"index": index, **parts[0]}
         if self._asked:
@@ -126,8 +136,11 @@ class Events:
         if self._call.return_token_ids:
             choice["token_ids"] = update.token_ids
             choice["token_versions"] = [int(version) for version in update.token_versions]
-        others = "".join(self._event([{"index": index, **part, "finish_reason": None}]) for part in parts[1:])
-        return others + self._event([choice])
+        others = [self._event([{"index": index, **part, "finish_reason": None}], so_far) for part in parts[1:]]
+        return "".join([*others, self._event([choice], so_far)])
+
+    def _so_far(self, index: int, num_prompt_tokens: int) -> dict[str, int] | None:
+        return counted(num_prompt_tokens, self._counts[index]) if self._call.continuous_usage else None
 
     def _parts(self, index: int, update: Update) -> tuple[list[dict[str, Any]], str | None]:
         """What each event of an update adds to choice `index`, that of the last event first; and the reason of its
@@ -155,13 +168,14 @@ class Events:
 
     def last(self, outputs: Sequence[RequestOutput]) -> str:
         """The events after all tokens."""
-        end = self._event([], usage=usage(outputs)) if self._call.include_usage else ""
+        end = self._event([], usage(outputs)) if self._call.include_usage else ""
         return f"{end}data: [DONE]\n\n"
 
-    def _event(self, choices: list[dict[str, Any]], **more: Any) -> str:
-        return event({**self._same, "choices": choices, **more})
+    def _event(self, choices: list[dict[str, Any]], tokens: dict[str, int] | None) -> str:
+        rest = {"choices": choices} if tokens is None else {"choices": choices, "usage": tokens}
+        return f"{self._begin}{_json(rest)[1:]}\n\n"
 
 
 def event(content: dict[str, Any]) -> str:
     """One server-sent event."""
-    return f"data: {json.dumps(content, allow_nan=False)}\n\n"
+    return f"data: {_json(content)}\n\n"

@@ -6,8 +6,8 @@ import hmac
 import math
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine
-from typing import Any, TypeVar
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -24,10 +24,13 @@ from levanter_infer.serve.answers import Events, answer, event
 from levanter_infer.serve.calls import Call, CallReader
 from levanter_infer.serve.config import ServeConfig
 from levanter_infer.serve.openapi import description
+from levanter_infer.serve.tokenization import PATHS, Tokenization
 
-T = TypeVar("T")
 _OPEN_PATHS = ("/health",)
 """Paths that need no API key: a load balancer has none."""
+_STREAM_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-store")]
+_CLOSE = {"Connection": "close"}
+"""Header of an answer to a request whose rest is not read."""
 
 
 class Service:
@@ -38,6 +41,7 @@ class Service:
         answers: renders results.
         reader: reads requests. It has the model's names, of which the first is that of answers.
         config: limits.
+        tokenization: for the endpoints of the tokenizer.
         api_key: that requests must bring; None: no key.
         facts: for the status page.
     """
@@ -48,25 +52,31 @@ class Service:
         answers: Answers,
         reader: CallReader,
         config: ServeConfig,
+        tokenization: Tokenization,
         *,
         api_key: str | None = None,
         facts: dict[str, Any] | None = None,
     ):
         self.engine, self._answers, self._reader, self._names = engine, answers, reader, reader.model_names
         self._config, self._key, self._facts = config, api_key, facts or {}
+        self._tokenization = tokenization
         self._created = int(time.time())
 
     def app(self) -> Starlette:
         """The application."""
         get, post = ["GET"], ["POST"]
         routes = [
+            *(
+                Route(path, self._complete, methods=post) for path in PROMPTS
+            ),  # first, because they are looked up in order
             Route("/", self._status, methods=get),
             Route("/health", self._health, methods=get),
             Route("/metrics", self._metrics, methods=get),
             Route("/version", self._version, methods=get),
+            Route("/tokenizer_info", self._tokenizer_info, methods=get),
+            *(Route(path, self._tokenize, methods=post) for path in PATHS),
             Route("/openapi.json", self._openapi, methods=get),
             Route("/v1/models", self._models, methods=get),
-            *(Route(path, self._complete, methods=post) for path in PROMPTS),
         ]
         app = Starlette(routes=routes, exception_handlers={HTTPException: _http_error, Exception: _failure})
         app.add_middleware(_Keyed, key=self._key)
@@ -102,67 +112,83 @@ class Service:
         same = {"object": "model", "created": self._created, "owned_by": "levanter-infer"}
         return JSONResponse({"object": "list", "data": [{"id": name, **same} for name in self._names]})
 
-    async def _complete(self, request: Request) -> Response:
-        kind, name, created = PROMPTS[request.url.path], uuid.uuid4().hex, int(time.time())
+    async def _tokenizer_info(self, request: Request) -> Response:
         try:
-            data = await _body(request, self._config.max_body_bytes)
-            body = parse_json(_text(data), "the body")
-            call = self._reader.read(body, kind, name)
+            return JSONResponse(self._tokenization.info())
+        except ValueError as error:
+            return _refused(error)
+
+    async def _tokenize(self, request: Request) -> Response:
+        """In a thread of its own: a long text takes long."""
+        try:
+            body = await self._read(request)
+            return JSONResponse(await asyncio.to_thread(self._tokenization.answer, request.url.path, body))
         except ClientDisconnect:
             return Response(status_code=499)
         except ValueError as error:
-            return JSONResponse(error_body(str(error), "invalid_request_error"), 400)
-        if len(call.requests) > self._config.max_waiting:
-            said = f"{len(call.requests)} prompts in one request; expected at most {self._config.max_waiting}"
-            return JSONResponse(error_body(said, "invalid_request_error"), 400)
+            return _refused(error)
+
+    async def _read(self, request: Request) -> Any:
+        """The JSON of a body. Raises: ClientDisconnect, HTTPException, ValueError."""
+        data = await _body(request, self._config.max_body_bytes, self._config.idle_timeout_s)
+        return parse_json(_text(data), "the body")
+
+    async def _complete(self, request: Request) -> Response:
+        kind, name, created = PROMPTS[request.url.path], uuid.uuid4().hex, int(time.time())
         try:
-            if call.stream:
-                return await self._streamed(call, name, created)
-            outputs = await _unless_left(request, _all(self.engine.generate(each) for each in call.requests))
-        except QueueFull as full:
-            return _too_many(full)
+            call = self._reader.read(await self._read(request), kind, name)
+            if len(call.requests) > self._config.max_waiting:
+                said = f"{len(call.requests)} prompts in one request; expected at most {self._config.max_waiting}"
+                raise ValueError(said)
         except ClientDisconnect:
             return Response(status_code=499)
-        except RuntimeError as error:
-            return JSONResponse(error_body(str(error), "server_error"), 503)
-        status, content = answer(self._answers, call, outputs, name, created)
-        return JSONResponse(content, status)
+        except ValueError as error:
+            return _refused(error)
+        return _Attended(self._stream(call, name, created) if call.stream else self._answer(call, name, created))
 
-    async def _streamed(self, call: Call, name: str, created: int) -> Response:
-        """The stream of a call, once its first update is there: what refuses it comes as a status."""
-        updates = _merged(self.engine, call)
+    async def _answer(self, call: Call, name: str, created: int) -> AsyncGenerator[Response]:
+        """The answer of a call that is no stream."""
         try:
-            first = await anext(updates)
-        except BaseException:
-            await updates.aclose()
-            raise
-        output = first[1].output
-        if output is not None and output.error is not None:
-            await updates.aclose()
-            return JSONResponse(error_body(output.error, "invalid_request_error"), 400)
-        return _EventStream(updates, self._events(call, name, created, first, updates))
+            self.engine.check_capacity(len(call.requests))
+            outputs = await _all([self.engine.generate(each) for each in call.requests])
+        except RuntimeError as error:
+            yield _unavailable(error)
+            return
+        status, content = answer(self._answers, call, outputs, name, created)
+        yield JSONResponse(content, status)
 
-    async def _events(self, call: Call, name: str, created: int, first, updates) -> AsyncGenerator[str]:
+    async def _stream(self, call: Call, name: str, created: int) -> AsyncGenerator[Response | str]:
+        """The events of a call; what refuses it before its first update comes as a status."""
         events = Events(self._answers, call, name, created, self._names[0])
         outputs: dict[int, RequestOutput] = {}
-        yield events.first()
+        has_begun = False
         try:
-            async for prompt, update in _after(first, updates):
-                if update.output is not None:
-                    outputs[prompt] = update.output
-                    failed = failure(update.output)
-                    if failed is not None:
-                        yield event(failed[1])
-                        continue
-                yield events.update(prompt, update)
-        except (QueueFull, RuntimeError) as error:
-            yield event(error_body(str(error), "server_error"))
+            self.engine.check_capacity(len(call.requests))
+            async with contextlib.aclosing(_merged(self.engine, call)) as updates:
+                async for prompt, update in updates:
+                    failed = None
+                    if update.output is not None:
+                        outputs[prompt] = update.output
+                        failed = failure(update.output)
+                        if not has_begun and update.output.error is not None:
+                            yield JSONResponse(error_body(update.output.error, "invalid_request_error"), 400)
+                            return
+                    before = "" if has_begun else events.first(update.num_prompt_tokens)
+                    has_begun = True
+                    yield before + (event(failed[1]) if failed is not None else events.update(prompt, update))
+        except RuntimeError as error:
+            yield event(error_body(str(error), "server_error")) if has_begun else _unavailable(error)
             return
         yield events.last([outputs[prompt] for prompt in sorted(outputs)])
 
 
 async def _merged(engine: AsyncEngine, call: Call) -> AsyncGenerator[tuple[int, Update]]:
     """(number of the request, update) of all requests of a call, as they come."""
+    if len(call.requests) == 1:
+        async with contextlib.aclosing(engine.stream(call.requests[0])) as own:
+            async for update in own:
+                yield 0, update
+        return
     arrived: asyncio.Queue[tuple[int, Update | Exception | None]] = asyncio.Queue(len(call.requests))
 
     async def pump(number: int) -> None:
@@ -191,14 +217,10 @@ async def _merged(engine: AsyncEngine, call: Call) -> AsyncGenerator[tuple[int, 
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _after(first: T, rest: AsyncIterator[T]) -> AsyncIterator[T]:
-    yield first
-    async for each in rest:
-        yield each
-
-
-async def _all(calls) -> list[RequestOutput]:
+async def _all(calls: Sequence[Coroutine[Any, Any, RequestOutput]]) -> list[RequestOutput]:
     """The results of all calls; if one fails, the others are cancelled."""
+    if len(calls) == 1:
+        return [await calls[0]]
     tasks = [asyncio.ensure_future(call) for call in calls]
     try:
         return list(await asyncio.gather(*tasks))
@@ -209,51 +231,51 @@ async def _all(calls) -> list[RequestOutput]:
         raise
 
 
-async def _left(receive: Callable[[], Awaitable[Any]]) -> None:
-    """Returns when the client has gone."""
-    while (await receive())["type"] != "http.disconnect":
-        pass
+class _Attended(Response):
+    """One answer, or server-sent events; cancelled if the client goes away, and closed either way."""
 
-
-async def _unless_left(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`, which is cancelled if the client goes away. Raises: ClientDisconnect then."""
-    tasks = [asyncio.ensure_future(work), asyncio.ensure_future(_left(request.receive))]
-    try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        if not tasks[0].done():
-            raise ClientDisconnect
-        return tasks[0].result()  # type: ignore[return-value]
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-
-class _EventStream(Response):
-    """Server-sent events until they end or the client goes away; either way `updates` is closed."""
-
-    def __init__(self, updates, events: AsyncGenerator[str]):
-        super().__init__(media_type="text/event-stream", headers={"Cache-Control": "no-store"})
-        self._updates, self._events = updates, events
+    def __init__(self, parts: AsyncGenerator[Response | str] | AsyncGenerator[Response]):
+        super().__init__()
+        self._parts = parts
 
     async def __call__(self, scope, receive, send) -> None:
-        headers = [(key, value) for key, value in self.raw_headers if key != b"content-length"]
+        with contextlib.suppress(ClientDisconnect):
+            async with _unless_left(receive), contextlib.aclosing(self._parts):
+                has_begun = False
+                async for part in self._parts:
+                    if isinstance(part, Response):
+                        await part(scope, receive, send)
+                        return
+                    if not has_begun:
+                        await send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})
+                        has_begun = True
+                    await send({"type": "http.response.body", "body": part.encode(), "more_body": True})
+                await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-        async def write() -> None:
-            await send({"type": "http.response.start", "status": self.status_code, "headers": headers})
-            async for text in self._events:
-                await send({"type": "http.response.body", "body": text.encode(), "more_body": True})
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-        tasks = [asyncio.ensure_future(write()), asyncio.ensure_future(_left(receive))]
-        try:
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-            await self._events.aclose()
-            await self._updates.aclose()
+@contextlib.asynccontextmanager
+async def _unless_left(receive: Callable[[], Awaitable[Any]]) -> AsyncIterator[None]:
+    """Cancels its block if the client goes away. Raises: ClientDisconnect then."""
+    task = asyncio.current_task()
+    assert task is not None
+    has_left = False
+
+    async def watch() -> None:
+        nonlocal has_left
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        has_left = True
+        task.cancel()
+
+    watcher = asyncio.ensure_future(watch())
+    try:
+        yield
+    except asyncio.CancelledError:
+        if has_left and task.uncancel() == 0:
+            raise ClientDisconnect from None
+        raise
+    finally:
+        watcher.cancel()
 
 
 class _Keyed:
@@ -272,14 +294,20 @@ class _Keyed:
         await self._app(scope, receive, send)
 
 
-async def _body(request: Request, most: int) -> bytes:
-    """Raises: HTTPException for one that is too large, without reading the rest."""
+async def _body(request: Request, most: int, seconds: float) -> bytes:
+    """Raises: HTTPException for one that is too large or comes too slowly, without reading the rest."""
     parts, size = [], 0
-    async for part in request.stream():
-        size += len(part)
-        if size > most:
-            raise HTTPException(413, f"the body has more than {most} bytes (serve.max_body_bytes)")
-        parts.append(part)
+    try:
+        async with asyncio.timeout(seconds):
+            async for part in request.stream():
+                size += len(part)
+                if size > most:
+                    said = f"the body has more than {most} bytes (serve.max_body_bytes)"
+                    raise HTTPException(413, said, headers=_CLOSE)
+                parts.append(part)
+    except TimeoutError:
+        said = f"the body did not arrive within {seconds:g} s (serve.idle_timeout_s)"
+        raise HTTPException(408, said, headers=_CLOSE) from None
     return b"".join(parts)
 
 
@@ -290,9 +318,16 @@ def _text(data: bytes) -> str:
         raise ValueError(f"the body is not UTF-8: {error}") from None
 
 
-def _too_many(full: QueueFull) -> Response:
-    headers = {"Retry-After": str(max(1, math.ceil(full.retry_after)))}
-    return JSONResponse(error_body(str(full), "rate_limit_error"), 429, headers=headers)
+def _refused(error: ValueError) -> Response:
+    return JSONResponse(error_body(str(error), "invalid_request_error"), 400)
+
+
+def _unavailable(error: RuntimeError) -> Response:
+    """The answer where the engine takes no request: its queue is full, or it has stopped."""
+    if not isinstance(error, QueueFull):
+        return JSONResponse(error_body(str(error), "server_error"), 503)
+    headers = {"Retry-After": str(max(1, math.ceil(error.retry_after)))}
+    return JSONResponse(error_body(str(error), "rate_limit_error"), 429, headers=headers)
 
 
 async def _http_error(request: Request, error: Exception) -> Response:

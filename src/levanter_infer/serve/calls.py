@@ -16,6 +16,8 @@ OWN = (*(f.name for f in dataclasses.fields(SamplingParams) if f.name not in _OT
 """Keys of a body that are ours: sampling parameters and fields of a request, by their names."""
 CALL_KEYS = ("stream", "stream_options", "return_token_ids", "echo")
 """Keys of a body that concern the answer alone."""
+STREAM_OPTIONS = ("include_usage", "continuous_usage_stats")
+"""Keys of `stream_options`: OpenAI's, and that of vLLM which adds the usage so far to every event."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,6 +29,8 @@ class Call:
     stream: bool
     include_usage: bool
     """Whether a stream ends with the number of tokens."""
+    continuous_usage: bool
+    """Whether every event has the number of tokens so far."""
     return_token_ids: bool
     echo: bool
     tools: Tools | None = None
@@ -66,15 +70,16 @@ class CallReader:
         prompts = [rest.get("messages")] if is_chat else _prompts(rest.get("prompt"), self.max_prompts)
         requests, tools = [], None
         for i, prompt in enumerate(prompts):
-            content = body_row({**rest, kind: prompt}, kind, name, self.model_names, taker="this server", own=OWN)
-            row = self.parser.row(content, f"{name}-{i}", "the request" if len(prompts) == 1 else f"body.prompt[{i}]")
+            own_name = f"{name}-{i}"
+            content = body_row({**rest, kind: prompt}, kind, own_name, self.model_names, taker="this server", own=OWN)
+            row = self.parser.row(content, own_name, "the request" if len(prompts) == 1 else f"body.prompt[{i}]")
             if row.request is None:
                 raise ValueError(row.error)
             request = row.request
             if is_chat:
                 request, tools = self.tools.read(body, request)
-            requests.append(dataclasses.replace(request, id=f"{name}-{i}"))
-        call = Call(requests, include_usage=_usage(body, flags["stream"]), tools=tools, **flags)
+            requests.append(request)
+        call = Call(requests, **_usage(body, flags["stream"]), tools=tools, **flags)
         _check_stream(call)
         return call
 
@@ -86,15 +91,21 @@ def _flag(body: Mapping[str, Any], key: str) -> bool:
     return bool(value)
 
 
-def _usage(body: Mapping[str, Any], streams: bool) -> bool:
+def _usage(body: Mapping[str, Any], streams: bool) -> dict[str, bool]:
+    """What `stream_options` say, as fields of a `Call`."""
     options = body.get("stream_options")
-    if options is None:
-        return False
-    if not streams:
+    if options is not None and not streams:
         raise ValueError("body.stream_options without body.stream; set stream to true, or leave it out")
-    if not isinstance(options, dict) or not set(options) <= {"include_usage"}:
-        raise ValueError(f"body.stream_options is {brief(options)}; expected an object with include_usage alone")
-    return _flag(options, "include_usage")
+    if options is None:
+        options = {}
+    if not isinstance(options, dict) or not set(options) <= set(STREAM_OPTIONS):
+        raise ValueError(
+            f"body.stream_options is {brief(options)}; expected an object with {' and '.join(STREAM_OPTIONS)} alone"
+        )
+    at_end, always = (_flag(options, key) for key in STREAM_OPTIONS)
+    if always and not at_end:
+        raise ValueError("stream_options.continuous_usage_stats without include_usage; set include_usage to true")
+    return {"include_usage": at_end, "continuous_usage": always}
 
 
 def _echoed(body: Mapping[str, Any]) -> dict[str, Any]:

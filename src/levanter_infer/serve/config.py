@@ -34,6 +34,9 @@ class ServeConfig:
     """Bytes of a request's body, at most; a larger one is answered with 413."""
     max_prompts: int = 1024
     """Prompts of one request to /v1/completions, at most."""
+    idle_timeout_s: float = 60.0
+    """Seconds that a client may take to send the head of a request, to send its body, or to read what was sent; then
+    its connection is closed."""
     tool_call_parser: str = "none"
     """How the model writes tool calls: hermes, llama3_json, mistral, or none, where calls stay text."""
     grace_s: float = 30.0
@@ -53,6 +56,8 @@ class ServeConfig:
         ):
             if not low <= getattr(self, name) <= high:
                 raise ValueError(f"serve.{name}={getattr(self, name)}: expected {low} to {high}")
+        if not 0 < self.idle_timeout_s <= 1e6:
+            raise ValueError(f"serve.idle_timeout_s={self.idle_timeout_s}: expected seconds above 0, and up to 1e6")
         if not 0 <= self.grace_s <= 1e6:
             raise ValueError(f"serve.grace_s={self.grace_s}: expected seconds from 0 to 1e6")
         if not all(self.model_names):

@@ -4,7 +4,7 @@ from typing import Any
 
 from levanter_infer.fingerprint import package_version
 from levanter_infer.io.openai import NO_EFFECT, ONLY, PROMPTS, parameters
-from levanter_infer.serve.calls import CALL_KEYS, OWN
+from levanter_infer.serve.calls import CALL_KEYS, OWN, STREAM_OPTIONS
 from levanter_infer.serve.tools import TOOL_KEYS
 
 _NULL: dict[str, Any] = {"type": "null"}
@@ -85,7 +85,7 @@ _SCHEMAS: dict[str, Any] = {
     "timeout_s": {"type": "number", "exclusiveMinimum": 0, "maximum": 1e9},
     "stream_options": {
         "type": "object",
-        "properties": {"include_usage": {"anyOf": [_FLAG, _NULL]}},
+        "properties": dict.fromkeys(STREAM_OPTIONS, _or_null(_FLAG)),
         "additionalProperties": False,
     },
     "tools": _array(
@@ -169,8 +169,19 @@ _GET: dict[str, dict[str, Any]] = {
     "/health": _json(_object({"status": {"const": "ok"}})),
     "/metrics": {"content": {"text/plain": {"schema": _TEXT}}},
     "/version": _json(_object({"version": _TEXT})),
+    "/tokenizer_info": _json(_object(dict.fromkeys(("bos_token", "eos_token"), _or_null(_TEXT)))),
 }
 """The answers of endpoints without parameters."""
+
+_TOKENS = _array(_COUNT)
+_TOKENIZATION: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "/tokenize": (
+        {"prompt": _TEXT, "add_special_tokens": _FLAG},
+        {"count": _COUNT, "max_model_len": _COUNT, "tokens": _TOKENS},
+    ),
+    "/detokenize": ({"tokens": _TOKENS}, {"prompt": _TEXT}),
+}
+"""Bodies and answers of the tokenizer's endpoints; the first key of a body is required."""
 
 
 def description(has_key: bool) -> dict[str, Any]:
@@ -182,7 +193,7 @@ def description(has_key: bool) -> dict[str, Any]:
     statuses = {
         "400": {"description": "The request is malformed, or has an unknown or unsupported parameter."},
         "401": {"description": "The API key is missing or wrong."},
-        "408": {"description": "The request's timeout_s passed."},
+        "408": {"description": "The request's timeout_s passed, or its body did not arrive in time."},
         "413": {"description": "The body is too large."},
         "429": {
             "description": "The queue is full; Retry-After has the seconds to wait.",
@@ -193,6 +204,18 @@ def description(has_key: bool) -> dict[str, Any]:
     }
     failures = {status: {**said, **_json(_ERROR)} for status, said in statuses.items() if has_key or status != "401"}
     paths: dict[str, Any] = {path: {"post": _post(path, kind, failures)} for path, kind in PROMPTS.items()}
+    for path, (asked, given) in _TOKENIZATION.items():
+        body = {"type": "object", "required": [next(iter(asked))], "properties": asked | {"model": _or_null(_TEXT)}}
+        paths[path] = {
+            "post": {
+                "operationId": path.strip("/"),
+                "requestBody": {"required": True, **_json(body | {"additionalProperties": False})},
+                "responses": {
+                    "200": {"description": "The answer.", **_json(_object(given))},
+                    **{status: failures[status] for status in ("400", "401", "408", "413") if status in failures},
+                },
+            }
+        }
     for path, answer in _GET.items():
         found = {"200": {"description": "The answer.", **answer}}
         if path == "/health":
