@@ -5,6 +5,7 @@ Order of processing, as in HF transformers:
 2. repetition penalty (tokens of prompt and output), then frequency and presence penalty (output only);
 3. while fewer than `min_tokens` tokens are generated: one-token stop sequences become impossible; so do the tokens that
    a constraint of the request (a regex, schema, grammar, token list) does not allow next;
+   a row that has one token left takes it, without any of this;
 4. temperature; below GREEDY_TEMPERATURE the likeliest token is taken and nothing further applies;
 5. top_k, then top_p of what top_k leaves, then min_p relative to the likeliest token.
 
@@ -153,9 +154,15 @@ def sample(
     generated = history.seq_lens - history.prompt_lens
     peak = stats.peak
 
-    penalised, biased = is_penalised(column) & used, is_biased(column, vocab.size) & used
-    changes = _Changes(used, penalised, biased, is_banned(column, generated) & used, modified, masks)
-    greedy = column["temperature"] < GREEDY_TEMPERATURE
+    banned = is_banned(column, generated) & used
+    # A row in which one token may follow gets it: nothing of its logits is changed, and nothing is drawn. A caller's
+    # logits, and a stop sequence that is impossible yet, may leave it no token at all.
+    forced = jnp.zeros_like(used) if masks is None or modified is not None else masks.forced < vocab.size
+    forced = forced & used & ~banned
+    free = used & ~forced
+    penalised, biased = is_penalised(column) & free, is_biased(column, vocab.size) & free
+    changes = _Changes(free, penalised, biased, banned, modified, masks)
+    greedy = (column["temperature"] < GREEDY_TEMPERATURE) | forced
 
     num_rows = jnp.max(jnp.where(used, jnp.arange(1, used.shape[0] + 1, dtype=jnp.int32), 0))
 
@@ -175,7 +182,11 @@ def sample(
 
     def process_and_choose():
         penalise = apply_penalties if kernels is None or by_rows else _penalise_by_chunks
-        z = changes.applied(logits, column, history, vocab, as_read, penalise)
+
+        def mask(z: Array) -> Array:
+            return z if masks is None else masks.apply(z, vocab, backend, num_rows)
+
+        z = changes.applied(logits, column, history, vocab, as_read, penalise, mask)
         found = None if backend is None else LogitStats.of_kernel(backend, z, num_rows, vocab)
         if found is None:
             z_peak = vocab.shard_axis.max(jnp.max(z, axis=1))
@@ -200,6 +211,9 @@ def sample(
             chosen, processed = jax.lax.cond(jnp.any((changed | ~greedy) & used), process, take_best)
     else:
         chosen, processed = choose_changed_or_not()
+    if masks is not None:
+        own = vocab.at(as_read(logits), masks.forced[:, None], -jnp.inf)[:, 0]
+        chosen = jnp.where(forced, _possible(masks.forced, own), chosen)
     finite = (stats.total > 0) & (chosen >= 0)
     wanted = jnp.where(finite, column["num_logprobs"], 0)
     top_ids, top_logprobs = _top_logprobs(logits, as_read, stats, wanted, used, max_top, vocab)
@@ -217,6 +231,7 @@ class _Changes(NamedTuple):
     """What becomes of the logits before the draw: the rows, bool[row], that each change concerns."""
 
     used: Array
+    """Rows that sample, and are not forced."""
     penalised: Array
     biased: Array
     banned: Array
@@ -234,9 +249,9 @@ class _Changes(NamedTuple):
         return changed if self.masks is None else changed | (self.masks.constrained & self.used)
 
     def applied(
-        self, logits: Array, column: dict[str, Array], history: History, vocab: Vocabulary, as_read, penalise
+        self, logits: Array, column: dict[str, Array], history: History, vocab: Vocabulary, as_read, penalise, mask
     ) -> Array:
-        """The changed logits. Args: as_read, penalise: as the kernels that draw take logits."""
+        """The changed logits. Args: as_read, penalise: as the kernels that draw take logits; mask: applies `masks`."""
         z = as_read(logits if self.modified is None else self.modified)
         z = run_if(jnp.any(self.biased), lambda z: as_read(add_bias(z, column, vocab)), z)
         with jax.named_scope(scopes.PENALISED):
@@ -246,7 +261,7 @@ class _Changes(NamedTuple):
         masks = self.masks
         if masks is None:
             return z
-        return as_read(run_if(jnp.any(masks.constrained & self.used), lambda z: as_read(masks.apply(z, vocab)), z))
+        return as_read(run_if(jnp.any(masks.constrained & self.used), lambda z: as_read(mask(z)), z))
 
 
 def _possible(tokens: Array, peak: Array) -> Array:

@@ -129,7 +129,7 @@ class _Nodes:
                 known[tree] = self.new([(first, last, node(child)) for first, last, child in tree])
             return known[tree]
 
-        return node(_utf8(ranges))
+        return node(_utf8(ranges)) if ranges else self.new()  # no character: it leads nowhere
 
 
 @functools.lru_cache(256)
