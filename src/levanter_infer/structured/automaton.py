@@ -312,15 +312,9 @@ def of_choices(choices: Iterable[bytes]) -> tuple[np.ndarray, np.ndarray]:
     rows: list[dict[int, int]] = [{}]
     ends: set[int] = set()
     for choice in choices:
-        state = 0
-        for byte in choice:
-            if byte not in rows[state]:
-                rows.append({})
-                rows[state][byte] = len(rows) - 1
-            state = rows[state][byte]
+        ends.add(_entered(rows, choice))
         if len(rows) > MAX_STATES:
             raise TooManyStates(f"they have more than {MAX_STATES} beginnings, one for each character; give fewer")
-        ends.add(state)
     transitions = np.full((len(rows), 256), -1, np.int32)
     for state, row in enumerate(rows):
         transitions[state, list(row)] = list(row.values())
@@ -340,27 +334,40 @@ def without(words: Iterable[Sequence[int]], vocab_size: int) -> TokenAutomaton:
     """Any tokens, but for the last token of a word (a sequence of token ids) whose others precede it.
 
     Source: Aho and Corasick, "Efficient string matching", 1975; a state is the longest end of the text that begins a
-    word.
+    word. Raises: TooManyStates.
     """
-    words = [tuple(word) for word in words]
+    words = {tuple(word) for word in words}
     named = sorted({token for word in words for token in word})
     class_of = np.zeros(vocab_size, np.int64)
     class_of[named] = np.arange(1, len(named) + 1)
-    known = {token: i for i, token in enumerate(named, 1)}
-    states: dict[tuple[int, ...], int] = {(): 0}
-    for word in words:
-        for length in range(1, len(word)):
-            states.setdefault(word[:length], len(states))
-    forbidden = set(words)
-    table = np.zeros((len(states), len(named) + 1), np.int64)
-    for text, state in states.items():
-        for token, column in known.items():
-            ends = [(*text, token)[begin:] for begin in range(len(text) + 1)]
-            if any(end in forbidden for end in ends):
-                table[state, column] = -1
-            else:
-                table[state, column] = next((states[end] for end in ends if end in states), 0)
-    return from_table(table, class_of)
+    children: list[dict[int, int]] = [{}]
+    ends = {_entered(children, class_of[list(word)].tolist()) for word in words}
+    count, width = len(children), len(named) + 1
+    if count * width > _MAX_ENTRIES // 4:
+        raise TooManyStates(f"they have {count} beginnings and {width - 1} distinct tokens, which is too many together")
+    table, shorter = np.zeros((count, width), np.int32), np.zeros(count, np.int64)
+    forbidden = np.isin(np.arange(count), list(ends))
+    waiting = collections.deque([0])
+    while waiting:  # the shorter ones first
+        state = waiting.popleft()
+        table[state] = table[shorter[state]]  # where it leads without its first token
+        for column, child in children[state].items():
+            shorter[child] = table[state, column]
+            forbidden[child] |= forbidden[shorter[child]]
+            table[state, column] = child
+            waiting.append(child)
+    return from_table(np.where(forbidden[table], -1, table), class_of)
+
+
+def _entered(children: list[dict[int, int]], word: Sequence[int]) -> int:
+    """The node of a word in a trie, which is given by the children of each node, and has it afterwards."""
+    node = 0
+    for each in word:
+        if each not in children[node]:
+            children.append({})
+            children[node][each] = len(children) - 1
+        node = children[node][each]
+    return node
 
 
 def intersection(first: TokenAutomaton, second: TokenAutomaton) -> TokenAutomaton:

@@ -18,6 +18,8 @@ import numpy as np
 
 from levanter_infer.structured.automaton import MAX_STATES, ConstraintError, TooManyStates
 
+_MAX_CHARS = 2**18
+"""Characters of a regex: Python's parser takes some 5 s for a million."""
 _MAX_NODES = 200_000
 """States of the nondeterministic automaton."""
 _MAX_WORK = 4_000_000
@@ -38,6 +40,8 @@ def transitions_of(regex: str) -> tuple[np.ndarray, np.ndarray]:
     atomic groups) and without boundaries.
     Raises: ConstraintError for another regex, TooManyStates for one that is too large.
     """
+    if len(regex) > _MAX_CHARS:
+        raise TooManyStates(f"it has {len(regex)} characters; at most {_MAX_CHARS} are taken")
     try:
         tree = parser.parse(regex)
     except (re.error, RecursionError, OverflowError) as error:
