@@ -189,7 +189,7 @@ def test_many_words_are_left_out_in_time():
     assert automaton.num_states == 1 + 2 * 2000 + 499
     state = automaton.step(automaton.step(0, 7), 8)
     assert np.flatnonzero(~automaton.allowed(state)).tolist() == [9]
-    with pytest.raises(TooManyStates, match="10001 beginnings and 10000 distinct tokens"):
+    with pytest.raises(TooManyStates, match="10001 prefixes and 10000 distinct tokens"):
         without([tuple(range(10_000))], 20_000)
 
 
@@ -257,7 +257,7 @@ def test_what_is_no_regex_or_too_large_is_refused():
     for empty in ("[\ud800-\udfff]", "a\ud800", r"[^\s\S]"):
         with pytest.raises(ConstraintError, match="no text of this vocabulary satisfies it"):
             from_bytes(*transitions_of(empty), VOCAB, [END])
-    with pytest.raises(TooManyStates, match="they have more than 32767 beginnings"):
+    with pytest.raises(TooManyStates, match="they have more than 32767 prefixes"):
         of_choices(b"option %d" % i for i in range(10**9))
     with pytest.raises(ConstraintError, match="recursion|deeply"):
         transitions_of("(" * 20_000 + "a" + ")" * 20_000)

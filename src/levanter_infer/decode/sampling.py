@@ -151,19 +151,9 @@ def sample(
     stats = LogitStats.of(logits, vocab) if stats is None else stats
     column = rows.columns
     used = history.slot_ids < history.tokens.shape[0]
-    generated = history.seq_lens - history.prompt_lens
     peak = stats.peak
-
-    banned = is_banned(column, generated) & used
-    # A row in which one token may follow gets it: nothing of its logits is changed, and nothing is drawn. A caller's
-    # logits, and a stop sequence that is impossible yet, may leave it no token at all.
-    forced = jnp.zeros_like(used) if masks is None or modified is not None else masks.forced < vocab.size
-    forced = forced & used & ~banned
-    free = used & ~forced
-    penalised, biased = is_penalised(column) & free, is_biased(column, vocab.size) & free
-    changes = _Changes(free, penalised, biased, banned, modified, masks)
-    greedy = (column["temperature"] < GREEDY_TEMPERATURE) | forced
-
+    changes = _Changes.of(column, history, used, vocab, modified, masks)
+    greedy = (column["temperature"] < GREEDY_TEMPERATURE) | changes.forced
     num_rows = jnp.max(jnp.where(used, jnp.arange(1, used.shape[0] + 1, dtype=jnp.int32), 0))
 
     def choose(z: Array, peak: Array, best: Array):
@@ -182,11 +172,7 @@ def sample(
 
     def process_and_choose():
         penalise = apply_penalties if kernels is None or by_rows else _penalise_by_chunks
-
-        def mask(z: Array) -> Array:
-            return z if masks is None else masks.apply(z, vocab, backend, num_rows)
-
-        z = changes.applied(logits, column, history, vocab, as_read, penalise, mask)
+        z = changes.applied(logits, column, history, vocab, as_read, penalise, backend, num_rows)
         found = None if backend is None else LogitStats.of_kernel(backend, z, num_rows, vocab)
         if found is None:
             z_peak = vocab.shard_axis.max(jnp.max(z, axis=1))
@@ -211,9 +197,7 @@ def sample(
             chosen, processed = jax.lax.cond(jnp.any((changed | ~greedy) & used), process, take_best)
     else:
         chosen, processed = choose_changed_or_not()
-    if masks is not None:
-        own = vocab.at(as_read(logits), masks.forced[:, None], -jnp.inf)[:, 0]
-        chosen = jnp.where(forced, _possible(masks.forced, own), chosen)
+    chosen = changes.chosen(chosen, as_read(logits), vocab)
     finite = (stats.total > 0) & (chosen >= 0)
     wanted = jnp.where(finite, column["num_logprobs"], 0)
     top_ids, top_logprobs = _top_logprobs(logits, as_read, stats, wanted, used, max_top, vocab)
@@ -231,7 +215,7 @@ class _Changes(NamedTuple):
     """What becomes of the logits before the draw: the rows, bool[row], that each change concerns."""
 
     used: Array
-    """Rows that sample, and are not forced."""
+    """Rows that sample and are not forced."""
     penalised: Array
     biased: Array
     banned: Array
@@ -239,6 +223,33 @@ class _Changes(NamedTuple):
     modified: Array | None
     """The logits of a caller's making, f32[row, vocab], in place of the model's."""
     masks: RowMasks | None
+    forced: Array
+    """Rows, bool[row], in which one token may follow. They get it: nothing of their logits changes, nothing is drawn."""
+
+    @staticmethod
+    def of(
+        column: dict[str, Array],
+        history: History,
+        used: Array,
+        vocab: Vocabulary,
+        modified: Array | None,
+        masks: RowMasks | None,
+    ) -> "_Changes":
+        """The changes of the rows `used`, bool[row]."""
+        banned = is_banned(column, history.seq_lens - history.prompt_lens) & used
+        # A caller's logits, and a stop sequence that is impossible yet, may leave a row no token at all.
+        forced = jnp.zeros_like(used) if masks is None or modified is not None else masks.forced < vocab.size
+        forced = forced & used & ~banned
+        free = used & ~forced
+        penalised, biased = is_penalised(column) & free, is_biased(column, vocab.size) & free
+        return _Changes(free, penalised, biased, banned, modified, masks, forced)
+
+    def chosen(self, tokens: Array, logits: Array, vocab: Vocabulary) -> Array:
+        """The tokens i32[row], with those of forced rows; -1 where the model's logit of one is not finite."""
+        if self.masks is None:
+            return tokens
+        own = vocab.at(logits, self.masks.forced[:, None], -jnp.inf)[:, 0]
+        return jnp.where(self.forced, _possible(self.masks.forced, own), tokens)
 
     @property
     def rows(self) -> Array:
@@ -249,9 +260,18 @@ class _Changes(NamedTuple):
         return changed if self.masks is None else changed | (self.masks.constrained & self.used)
 
     def applied(
-        self, logits: Array, column: dict[str, Array], history: History, vocab: Vocabulary, as_read, penalise, mask
+        self,
+        logits: Array,
+        column: dict[str, Array],
+        history: History,
+        vocab: Vocabulary,
+        as_read,
+        penalise,
+        backend: Backend | None,
+        num_rows: Array,
     ) -> Array:
-        """The changed logits. Args: as_read, penalise: as the kernels that draw take logits; mask: applies `masks`."""
+        """The changed logits. Args: as_read, penalise: as the kernels that draw take logits; backend: whose
+        kernel masks the first `num_rows`, if it has one."""
         z = as_read(logits if self.modified is None else self.modified)
         z = run_if(jnp.any(self.biased), lambda z: as_read(add_bias(z, column, vocab)), z)
         with jax.named_scope(scopes.PENALISED):
@@ -261,7 +281,11 @@ class _Changes(NamedTuple):
         masks = self.masks
         if masks is None:
             return z
-        return as_read(run_if(jnp.any(masks.constrained & self.used), lambda z: as_read(mask(z)), z))
+
+        def masked(z: Array) -> Array:
+            return as_read(masks.apply(z, vocab, backend, num_rows))
+
+        return as_read(run_if(jnp.any(masks.constrained & self.used), masked, z))
 
 
 def _possible(tokens: Array, peak: Array) -> Array:

@@ -1,1 +1,1 @@
-"""Structured output: what a sample may say, as automata over tokens and as llguidance's matchers. Imports no JAX."""
+"""Structured output: the tokens that a sample may generate, by automata over tokens or llguidance's matchers. Imports no JAX."""

@@ -314,7 +314,7 @@ def of_choices(choices: Iterable[bytes]) -> tuple[np.ndarray, np.ndarray]:
     for choice in choices:
         ends.add(_entered(rows, choice))
         if len(rows) > MAX_STATES:
-            raise TooManyStates(f"they have more than {MAX_STATES} beginnings, one for each character; give fewer")
+            raise TooManyStates(f"they have more than {MAX_STATES} prefixes, one for each character; give fewer")
     transitions = np.full((len(rows), 256), -1, np.int32)
     for state, row in enumerate(rows):
         transitions[state, list(row)] = list(row.values())
@@ -344,7 +344,7 @@ def without(words: Iterable[Sequence[int]], vocab_size: int) -> TokenAutomaton:
     ends = {_entered(children, class_of[list(word)].tolist()) for word in words}
     count, width = len(children), len(named) + 1
     if count * width > _MAX_ENTRIES // 4:
-        raise TooManyStates(f"they have {count} beginnings and {width - 1} distinct tokens, which is too many together")
+        raise TooManyStates(f"they have {count} prefixes and {width - 1} distinct tokens, which is too many together")
     table, shorter = np.zeros((count, width), np.int32), np.zeros(count, np.int64)
     forbidden = np.isin(np.arange(count), list(ends))
     waiting = collections.deque([0])

@@ -1,4 +1,4 @@
-"""`ConstraintCompiler`: from what a request asks for to the automaton, or the guide, that applies it."""
+"""`ConstraintCompiler`: from the constraints of a request to the automaton, or the guide, that applies them."""
 
 import collections
 import json
@@ -18,16 +18,16 @@ Result = TypeVar("Result")
 
 
 class Constraint(NamedTuple):
-    """What a request's samples may say."""
+    """The tokens that a request's samples may generate: at most one of both."""
 
     automaton: TokenAutomaton | None = None
-    """What the device applies; None: nothing, or `guide`."""
+    """Which the device applies; None: no constraint, or `guide`."""
     guide: Guide | None = None
-    """What the host applies, to be copied for each sample; it satisfies the automaton as well."""
+    """Which the host applies, with a copy for each sample; it obeys the constraints on token ids as well."""
 
 
 class Wanted(NamedTuple):
-    """What a request may ask for; `SamplingParams` has the same names."""
+    """The constraints of a request; `SamplingParams` has the same names."""
 
     regex: str | None = None
     json_schema: Any = None
@@ -61,7 +61,7 @@ class ConstraintCompiler:
         self._running: dict[Hashable, threading.Lock] = {}
 
     def compile(self, wanted: Wanted) -> Constraint:
-        """What applies `wanted`.
+        """The automaton or the guide that applies `wanted`.
 
         Raises: ValueError naming the parameter, what was got and what to do.
         """

@@ -94,7 +94,8 @@ class _Nodes:
     def item(self, kind: Any, value: Any, after: int, flags: int) -> int:
         """The first node of one item of Python's parser."""
         if kind in (codes.LITERAL, codes.NOT_LITERAL, codes.ANY, codes.IN):
-            return self.characters(_characters(kind, value, flags), after)
+            entries = tuple(value) if kind is codes.IN else ((codes.LITERAL, value),)
+            return self.characters(_characters(kind, entries, flags), after)
         if kind is codes.BRANCH:
             return self.new(empty=[self.sequence(branch, after, flags) for branch in value[1]])
         if kind is codes.SUBPATTERN:
@@ -186,13 +187,14 @@ def _merged(trees: list[tuple[int, int, tuple]]) -> tuple:
 # Characters
 
 
-def _characters(kind: Any, value: Any, flags: int) -> Ranges:
-    """The characters that an item stands for; none are surrogates."""
+@functools.lru_cache(256)
+def _characters(kind: Any, entries: tuple[tuple[Any, Any], ...], flags: int) -> Ranges:
+    """The characters that an item stands for; none are surrogates. Args: entries: of a set in brackets."""
     if kind is codes.ANY:
         return _complement(() if flags & re.DOTALL else ((10, 10),))
     negated = kind is codes.NOT_LITERAL
     ranges: list[tuple[int, int]] = []
-    for name, entry in [(codes.LITERAL, value)] if kind is not codes.IN else value:
+    for name, entry in entries:
         if name is codes.NEGATE:
             negated = True
         elif name is codes.LITERAL:
