@@ -224,7 +224,7 @@ class _Changes(NamedTuple):
     """The logits of a caller's making, f32[row, vocab], in place of the model's."""
     masks: RowMasks | None
     forced: Array
-    """Rows, bool[row], in which one token may follow. They get it: nothing of their logits changes, nothing is drawn."""
+    """Rows, bool[row], in which one token may follow. They get it: no logit changes, and nothing is drawn."""
 
     @staticmethod
     def of(

@@ -1,1 +1,1 @@
-"""Structured output: the tokens that a sample may generate, by automata over tokens or llguidance's matchers. Imports no JAX."""
+"""Structured output: which tokens may follow, by automata over tokens or llguidance's matchers. Imports no JAX."""
