@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from levanter_infer.decode.constraints import RowMasks
 from levanter_infer.decode.sampling import (
     History,
     LogitStats,
@@ -21,6 +22,8 @@ from levanter_infer.decode.sampling import (
 from levanter_infer.decode.sampling_draw import draw, num_words, random_words, row_sums
 from levanter_infer.decode.sampling_filters import filter_thresholds, float_keys, key_floats
 from levanter_infer.engine.params import SamplingParams
+from levanter_infer.kernels.registry import make_backend
+from levanter_infer.structured.automaton import forced_tokens, packed
 from tests.decode.sampling_oracle import EOS, chi_square_p, distribution, limits_for, table_of
 
 pytestmark = pytest.mark.usefixtures("optimized")  # bits and distributions of what users run
@@ -405,3 +408,36 @@ def test_the_likeliest_tokens_have_the_bits_of_their_own_log_probability(count, 
     ids, logprobs = likeliest(logits, stats, count)
     own = [logprobs_of(logits, ids[:, i], stats) for i in range(count)]
     np.testing.assert_array_equal(logprobs, np.stack(own, axis=1))
+
+
+@pytest.mark.parametrize("backend", [None, "cpu"])
+def test_a_forced_row_gets_what_masking_and_drawing_would_give_it(backend):
+    backend = None if backend is None else make_backend(backend)
+    logits, slots = LOGITS.copy(), jnp.arange(SLOTS, dtype=jnp.int32)
+    only = np.array([7, 8, 9, 10, 4, 11, EOS, 12, 13])  # row 6 may not end yet
+    logits[3, 200], logits[5, 11] = np.nan, -np.inf
+    lens, prompt_lens = jnp.asarray(SEQ_LENS), jnp.asarray(PROMPT_LENS)
+    history = History(lens, jnp.asarray(TOKENS), slots, prompt_lens, lens)
+    table = table_of(MIXTURE, VOCAB)
+
+    @jax.jit
+    def sampled(words, forced) -> SampleOutput:
+        stats = None if backend is None else LogitStats.of_kernel(backend, jnp.asarray(logits), jnp.int32(SLOTS))
+        masks = RowMasks(words, slots != 8, forced)
+        own = dict(max_top=MAX_TOP, stats=stats, backend=backend, masks=masks)
+        return sample(jnp.asarray(logits), table.rows(slots), history, **own)
+
+    for several in ([], [0], [1, 2, 4], list(range(7))):  # rows with a choice
+        allowed = np.arange(VOCAB) == only[:, None]
+        allowed[several, 20:60] = True
+        words = packed(allowed)
+        forced = np.where(np.arange(SLOTS) == 8, VOCAB, forced_tokens(words, VOCAB))
+        assert set(np.flatnonzero(forced == VOCAB)) == {*several, 8}
+        ours, theirs = sampled(words, forced), sampled(words, np.full(SLOTS, VOCAB, np.int32))
+        for name in ("tokens", "finite", "logprobs", "processed_logprobs", "top_ids", "top_logprobs"):
+            np.testing.assert_array_equal(getattr(ours, name), getattr(theirs, name), err_msg=name)
+        finite = np.asarray(ours.finite)
+        assert not finite[3] and (finite[5], finite[6]) == (5 in several, 6 in several)
+        alone = np.flatnonzero(finite & (forced < VOCAB))
+        np.testing.assert_array_equal(np.asarray(ours.tokens)[alone], only[alone])
+        np.testing.assert_array_equal(np.asarray(ours.processed_logprobs)[alone], 0)

@@ -191,6 +191,8 @@ def test_what_cannot_be_applied_is_refused_and_the_others_are_served(engine):
         (dict(regex="a", num_beams=2), "regex with num_beams=2"),
         (dict(choice=[]), "choice="),
         (dict(json_schema="{"), "json_schema="),
+        (dict(json_schema='{"enum": [NaN]}'), "json_schema=.*not JSON compliant"),
+        (dict(json_schema={"const": 1e999}), "json_schema=.*not JSON compliant"),
         (dict(allowed_token_ids=[]), "allowed_token_ids is empty"),
     ]:
         with pytest.raises(ValueError, match=message):

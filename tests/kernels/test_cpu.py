@@ -18,6 +18,7 @@ from levanter_infer.kernels.cpu import bindings as cpu
 from levanter_infer.kernels.cpu.backend import CpuBackend
 from levanter_infer.kernels.rules import ScoreRules
 from levanter_infer.policies import CpuIsa
+from levanter_infer.structured.automaton import packed
 from tests.kernels.ragged import Sizes, dense_attention, make_ragged
 from tests.tiny_models import tiny_model
 
@@ -435,3 +436,25 @@ def test_logit_stats_of_a_row_have_the_same_bits_in_any_batch():
         for part, alone in zip(together, stats_of(logits[row : row + 1], cpu.isa()), strict=True):
             np.testing.assert_array_equal(part[row], alone[0])
     assert [part[4:].tolist() for part in together] == [[0, 0], [1, 1], [0, 0]]
+
+
+@each_isa
+@pytest.mark.parametrize("vocab", [1, 7, 67, 1000, 4096, 5003])
+def test_masks_leave_the_logits_of_their_tokens_alone(isa, vocab):
+    rng = np.random.default_rng(vocab)
+    logits = rng.standard_normal((6, vocab)).astype(np.float32)
+    logits[2, 0], logits[3, -1] = np.nan, np.inf
+    allowed, masked = rng.random((6, vocab)) < 0.5, np.array([1, 1, 1, 0, 1, 1], bool)
+    allowed[1] = np.arange(vocab) == vocab - 1
+    masks = jnp.asarray(packed(allowed))
+    call = jax.jit(functools.partial(cpu.masked_logits, isa_name=isa))
+    found = call(jnp.asarray(logits), masks, jnp.asarray(masked), jnp.int32(5))
+    expected = np.where(allowed | ~masked[:, None] | (np.arange(6) == 5)[:, None], logits, -np.inf)
+    np.testing.assert_array_equal(found, expected)
+
+
+@built
+def test_masks_of_too_few_words_are_refused():
+    with pytest.raises(Exception, match="a bit for each token"):
+        one = jnp.zeros((2, 128), jnp.uint32)
+        jax.block_until_ready(cpu.masked_logits(jnp.zeros((2, 4097)), one, jnp.ones(2, bool), jnp.int32(2)))

@@ -19,7 +19,7 @@ from levanter_infer.kernels.registry import make_backend
 from levanter_infer.kernels.tpu import sampling as kernels
 from levanter_infer.kernels.tpu.backend import TpuBackend
 from levanter_infer.layers.shard_axis import Vocabulary
-from levanter_infer.structured.automaton import packed
+from levanter_infer.structured.automaton import forced_tokens, packed
 from tests.decode.sampling_oracle import table_of
 
 pytestmark = pytest.mark.usefixtures("optimized")  # bits of what users run
@@ -231,7 +231,10 @@ def check_beside_xla(backend, changed: bool, slots: np.ndarray, atol: float) -> 
     history = History(lens, tokens, jnp.asarray(slots, jnp.int32), lens - 3, lens)
     used = slots < ROWS
     allowed = np.random.default_rng(0).random((ROWS, VOCAB)) < 0.4
-    masks = RowMasks(jnp.asarray(packed(allowed)), jnp.arange(ROWS) % 3 == 0) if changed else None
+    allowed[9] = np.arange(VOCAB) == 77  # forced
+    words = packed(allowed)
+    forced = jnp.asarray(forced_tokens(words, VOCAB))
+    masks = RowMasks(jnp.asarray(words), jnp.arange(ROWS) % 3 == 0, forced) if changed else None
 
     @functools.partial(jax.jit, static_argnums=1)
     def sampled(table, by_kernels: bool):

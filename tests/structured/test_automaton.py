@@ -11,6 +11,7 @@ import pytest
 from levanter_infer.structured.automaton import (
     ConstraintError,
     TooManyStates,
+    forced_tokens,
     from_bytes,
     intersection,
     mask_words,
@@ -98,6 +99,24 @@ def test_masks_are_those_of_llguidance_for_the_same_regex(regex):
     assert compared > 10
 
 
+@pytest.mark.parametrize("source", [*REGEXES, OBJECT])
+def test_a_token_leads_where_its_bytes_lead(source):
+    transitions, accepting = transitions_of(source if isinstance(source, str) else regex_of(source))
+    automaton = from_bytes(transitions, accepting, VOCAB, [END])
+    for tokens, state in walks(automaton, 8, 20):
+        byte_state = 0
+        for byte in b"".join(VOCAB[token] for token in tokens):
+            byte_state = transitions[byte_state, byte]
+        expected = [bool(token) for token in VOCAB]
+        for i, token in enumerate(VOCAB):
+            reached = byte_state
+            for byte in token:
+                reached = transitions[reached, byte] if reached >= 0 else -1
+            expected[i] &= bool(reached >= 0)
+        expected[END] = bool(accepting[byte_state])
+        np.testing.assert_array_equal(automaton.allowed(state), expected, err_msg=f"after {tokens}")
+
+
 @pytest.mark.parametrize("regex", REGEXES)
 def test_a_walk_that_may_end_matches_and_one_that_may_not_is_a_beginning(regex):
     automaton = automaton_of(regex)
@@ -164,6 +183,16 @@ def test_words_are_left_out_wherever_they_would_end(seed):
             state = automaton.step(state, token)
 
 
+def test_many_words_are_left_out_in_time():
+    words = [(i, i + 1, i + 2) for i in range(2000)] + [tuple(range(3000, 3500))]
+    automaton = without(words, 4000)
+    assert automaton.num_states == 1 + 2 * 2000 + 499
+    state = automaton.step(automaton.step(0, 7), 8)
+    assert np.flatnonzero(~automaton.allowed(state)).tolist() == [9]
+    with pytest.raises(TooManyStates, match="10001 prefixes and 10000 distinct tokens"):
+        without([tuple(range(10_000))], 20_000)
+
+
 def test_a_product_allows_what_both_do():
     number, no_word = automaton_of(r"[a-z0-9]{1,6}"), without([(ord("1"),), (ord("a"), ord("b"))], len(VOCAB))
     both = intersection(number, no_word)
@@ -193,6 +222,19 @@ def test_masks_have_a_bit_for_each_token():
         np.testing.assert_array_equal(words[:, token % count] >> (token // count) & 1, allowed)
 
 
+def test_a_mask_of_one_token_forces_it():
+    rng = np.random.default_rng(0)
+    for size in (5, 300, 128 * 32, 128 * 32 + 1):
+        allowed = np.zeros((7, size), bool)
+        token = rng.integers(0, size, 7)
+        token[:2] = 0, size - 1
+        allowed[np.arange(7), token] = True
+        allowed[3] = False
+        allowed[4, (token[4] + 1) % size] = allowed[5, (token[5] + size // 2) % size] = True
+        expected = np.where(np.isin(np.arange(7), [3, 4, 5]), size, token)
+        np.testing.assert_array_equal(forced_tokens(packed(allowed), size), expected)
+
+
 def test_masks_of_states_are_what_their_transitions_allow():
     automaton = automaton_of(OBJECT)
     assert automaton.num_masks < automaton.num_states
@@ -210,6 +252,13 @@ def test_what_is_no_regex_or_too_large_is_refused():
     for large in ("(a|b)*a(a|b){15}", "(x{500}){500}", "((((.{99}){99}){99}){99}){99}", r"(.*\w.*){40}"):
         with pytest.raises(TooManyStates, match="its automaton|spells out"):
             transitions_of(large)
+    with pytest.raises(TooManyStates, match="it has 1000000 characters; at most"):
+        transitions_of("a" * 1_000_000)
+    for empty in ("[\ud800-\udfff]", "a\ud800", r"[^\s\S]"):
+        with pytest.raises(ConstraintError, match="no text of this vocabulary satisfies it"):
+            from_bytes(*transitions_of(empty), VOCAB, [END])
+    with pytest.raises(TooManyStates, match="they have more than 32767 prefixes"):
+        of_choices(b"option %d" % i for i in range(10**9))
     with pytest.raises(ConstraintError, match="recursion|deeply"):
         transitions_of("(" * 20_000 + "a" + ")" * 20_000)
 
@@ -229,6 +278,7 @@ BOUNDED = [
     {"const": "x"},
     {"type": "array", "items": {"type": "integer"}, "minItems": 1, "maxItems": 3},
     {"type": "string", "pattern": "^[0-9]{5}$"},
+    {"type": "string", "pattern": r"^((a|b)|[|(])\|$"},
     {"type": "string", "format": "date"},
     {"anyOf": [{"type": "null"}, {"type": "string", "maxLength": 3}], "title": "x"},
     {"$defs": {"a": {"type": "boolean"}}, "type": "object", "properties": {"x": {"$ref": "#/$defs/a"}}},
@@ -243,6 +293,8 @@ UNBOUNDED = [
     {"type": "array", "items": {"type": "null"}, "uniqueItems": True},
     {"type": "string", "pattern": "[0-9]"},
     {"type": "string", "pattern": "^.*$"},
+    {"type": "string", "pattern": "^a|b$"},
+    {"type": "string", "pattern": r"^(\)a)|b$"},
     {"type": "string", "pattern": '^[^a]"$'},
     {"type": "string", "pattern": "^a$", "maxLength": 3},
     {"type": "string", "format": "email"},

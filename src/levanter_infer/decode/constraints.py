@@ -1,4 +1,4 @@
-"""`ConstraintTable`: what each sequence may say, as automata over tokens that stay on the device.
+"""`ConstraintTable`: the tokens that each sequence may generate next, as automata that stay on the device.
 
 A constraint is a `structured.automaton.TokenAutomaton`: in each state a set of tokens may follow, and each of them
 leads to a state. The sets are stored as masks of one bit a token, so that a step reads vocab/32 words for each
@@ -16,6 +16,7 @@ from jaxtyping import Bool, Int16, Int32, UInt16, UInt32
 
 from levanter_infer.cache.arrays import full, gather, replace, scatter
 from levanter_infer.decode.shapes import ConstraintShapes
+from levanter_infer.kernels.backend import Backend
 from levanter_infer.layers.shard_axis import Vocabulary
 
 _BITS = 32
@@ -45,6 +46,8 @@ class ConstraintLoad(eqx.Module):
     entry_places: Int32[Array, " entry"]
     masks: UInt32[Array, "mask word"]
     mask_places: Int32[Array, " mask"]
+    forced: Int32[Array, " mask"]
+    """As `ConstraintTable.forced`."""
 
     @staticmethod
     def empty(shapes: ConstraintShapes, vocab_size: int, num_slots: int) -> "ConstraintLoad":
@@ -59,6 +62,7 @@ class ConstraintLoad(eqx.Module):
             entry_places=full(shapes.load_entries, shapes.num_entries),
             masks=full((shapes.load_masks, shapes.mask_words), 0, jnp.uint32),
             mask_places=full(shapes.load_masks, num_slots + shapes.num_masks),
+            forced=full(shapes.load_masks, vocab_size),
         )
 
 
@@ -67,9 +71,20 @@ class RowMasks(eqx.Module):
 
     words: UInt32[Array, "row word"]
     constrained: Bool[Array, " row"]
+    forced: Int32[Array, " row"]
+    """The only token that may follow; absent where there are others, or the row is not constrained."""
 
-    def apply(self, logits: Array, vocab: Vocabulary) -> Array:
-        """f32[row, vocab], of this device's part: -inf for tokens that may not follow in constrained rows."""
+    def apply(self, logits: Array, vocab: Vocabulary, backend: Backend | None, num_rows: Array) -> Array:
+        """f32[row, vocab], of this device's part: -inf for tokens that may not follow in constrained rows.
+
+        Args:
+            backend: whose kernel applies them, if it has one.
+            num_rows: i32[], rows in use; the others may be anything.
+        """
+        if backend is not None and vocab.shard_axis.mesh_axis is None:
+            found = backend.masked_logits(logits, self.words, self.constrained, num_rows)
+            if found is not None:
+                return found
         bit = jnp.arange(_BITS, dtype=jnp.uint32)[None, :, None]
         rows, words = self.words.shape
         allowed = (self.words[:, None, :] >> bit & 1).reshape(rows, _BITS * words) != 0
@@ -95,6 +110,8 @@ class ConstraintTable(eqx.Module):
     """Of each state its mask, counted from `first_mask`, and the next state for each class; -1: may not follow."""
     masks: UInt32[Array, "mask word"]
     """As `structured.automaton.packed`. The first ones belong to the slots, for constraints of the host's."""
+    forced: Int32[Array, " mask"]
+    """The token of each mask that allows one alone; absent for the others."""
     automata: Int32[Array, " seq"]
     states: Int32[Array, " seq"]
     guided: Bool[Array, " seq"]
@@ -110,6 +127,7 @@ class ConstraintTable(eqx.Module):
             class_of=full((count, vocab_size), 0, jnp.uint16),
             entries=full(shapes.num_entries, -1, jnp.int16),
             masks=full((num_slots + shapes.num_masks, shapes.mask_words), 0, jnp.uint32),
+            forced=full(num_slots + shapes.num_masks, vocab_size),
             automata=full(num_slots, count),
             states=full(num_slots, 0),
             guided=full(num_slots, False, jnp.bool_),
@@ -136,7 +154,8 @@ class ConstraintTable(eqx.Module):
         guided = gather(self.guided, slots, False)
         constrained = guided | (automaton < self.num_automata)
         place = jnp.where(constrained, jnp.where(guided, slots, own), 0)
-        return RowMasks(self.masks[place], constrained)
+        forced = jnp.where(constrained, self.forced[place], self.class_of.shape[1])
+        return RowMasks(self.masks[place], constrained, forced)
 
     def advance(self, slots: Array, tokens: Array) -> "ConstraintTable":
         """The sequences in `slots`, i32[row], have got the tokens i32[row]; absent slots are dropped."""
@@ -162,6 +181,7 @@ class ConstraintTable(eqx.Module):
             class_of=scatter(self.class_of, place, load.class_of),
             entries=scatter(self.entries, load.entry_places, load.entries),
             masks=scatter(self.masks, load.mask_places, load.masks),
+            forced=scatter(self.forced, load.mask_places, load.forced),
         )
 
 

@@ -5,6 +5,7 @@ Order of processing, as in HF transformers:
 2. repetition penalty (tokens of prompt and output), then frequency and presence penalty (output only);
 3. while fewer than `min_tokens` tokens are generated: one-token stop sequences become impossible; so do the tokens that
    a constraint of the request (a regex, schema, grammar, token list) does not allow next;
+   a row that has one token left takes it, without any of this;
 4. temperature; below GREEDY_TEMPERATURE the likeliest token is taken and nothing further applies;
 5. top_k, then top_p of what top_k leaves, then min_p relative to the likeliest token.
 
@@ -150,13 +151,9 @@ def sample(
     stats = LogitStats.of(logits, vocab) if stats is None else stats
     column = rows.columns
     used = history.slot_ids < history.tokens.shape[0]
-    generated = history.seq_lens - history.prompt_lens
     peak = stats.peak
-
-    penalised, biased = is_penalised(column) & used, is_biased(column, vocab.size) & used
-    changes = _Changes(used, penalised, biased, is_banned(column, generated) & used, modified, masks)
-    greedy = column["temperature"] < GREEDY_TEMPERATURE
-
+    changes = _Changes.of(column, history, used, vocab, modified, masks)
+    greedy = (column["temperature"] < GREEDY_TEMPERATURE) | changes.forced
     num_rows = jnp.max(jnp.where(used, jnp.arange(1, used.shape[0] + 1, dtype=jnp.int32), 0))
 
     def choose(z: Array, peak: Array, best: Array):
@@ -175,7 +172,7 @@ def sample(
 
     def process_and_choose():
         penalise = apply_penalties if kernels is None or by_rows else _penalise_by_chunks
-        z = changes.applied(logits, column, history, vocab, as_read, penalise)
+        z = changes.applied(logits, column, history, vocab, as_read, penalise, backend, num_rows)
         found = None if backend is None else LogitStats.of_kernel(backend, z, num_rows, vocab)
         if found is None:
             z_peak = vocab.shard_axis.max(jnp.max(z, axis=1))
@@ -200,6 +197,7 @@ def sample(
             chosen, processed = jax.lax.cond(jnp.any((changed | ~greedy) & used), process, take_best)
     else:
         chosen, processed = choose_changed_or_not()
+    chosen = changes.chosen(chosen, as_read(logits), vocab)
     finite = (stats.total > 0) & (chosen >= 0)
     wanted = jnp.where(finite, column["num_logprobs"], 0)
     top_ids, top_logprobs = _top_logprobs(logits, as_read, stats, wanted, used, max_top, vocab)
@@ -217,6 +215,7 @@ class _Changes(NamedTuple):
     """What becomes of the logits before the draw: the rows, bool[row], that each change concerns."""
 
     used: Array
+    """Rows that sample and are not forced."""
     penalised: Array
     biased: Array
     banned: Array
@@ -224,6 +223,33 @@ class _Changes(NamedTuple):
     modified: Array | None
     """The logits of a caller's making, f32[row, vocab], in place of the model's."""
     masks: RowMasks | None
+    forced: Array
+    """Rows, bool[row], in which one token may follow. They get it: no logit changes, and nothing is drawn."""
+
+    @staticmethod
+    def of(
+        column: dict[str, Array],
+        history: History,
+        used: Array,
+        vocab: Vocabulary,
+        modified: Array | None,
+        masks: RowMasks | None,
+    ) -> "_Changes":
+        """The changes of the rows `used`, bool[row]."""
+        banned = is_banned(column, history.seq_lens - history.prompt_lens) & used
+        # A caller's logits, and a stop sequence that is impossible yet, may leave a row no token at all.
+        forced = jnp.zeros_like(used) if masks is None or modified is not None else masks.forced < vocab.size
+        forced = forced & used & ~banned
+        free = used & ~forced
+        penalised, biased = is_penalised(column) & free, is_biased(column, vocab.size) & free
+        return _Changes(free, penalised, biased, banned, modified, masks, forced)
+
+    def chosen(self, tokens: Array, logits: Array, vocab: Vocabulary) -> Array:
+        """The tokens i32[row], with those of forced rows; -1 where the model's logit of one is not finite."""
+        if self.masks is None:
+            return tokens
+        own = vocab.at(logits, self.masks.forced[:, None], -jnp.inf)[:, 0]
+        return jnp.where(self.forced, _possible(self.masks.forced, own), tokens)
 
     @property
     def rows(self) -> Array:
@@ -234,9 +260,18 @@ class _Changes(NamedTuple):
         return changed if self.masks is None else changed | (self.masks.constrained & self.used)
 
     def applied(
-        self, logits: Array, column: dict[str, Array], history: History, vocab: Vocabulary, as_read, penalise
+        self,
+        logits: Array,
+        column: dict[str, Array],
+        history: History,
+        vocab: Vocabulary,
+        as_read,
+        penalise,
+        backend: Backend | None,
+        num_rows: Array,
     ) -> Array:
-        """The changed logits. Args: as_read, penalise: as the kernels that draw take logits."""
+        """The changed logits. Args: as_read, penalise: as the kernels that draw take logits; backend: whose
+        kernel masks the first `num_rows`, if it has one."""
         z = as_read(logits if self.modified is None else self.modified)
         z = run_if(jnp.any(self.biased), lambda z: as_read(add_bias(z, column, vocab)), z)
         with jax.named_scope(scopes.PENALISED):
@@ -246,7 +281,11 @@ class _Changes(NamedTuple):
         masks = self.masks
         if masks is None:
             return z
-        return as_read(run_if(jnp.any(masks.constrained & self.used), lambda z: as_read(masks.apply(z, vocab)), z))
+
+        def masked(z: Array) -> Array:
+            return as_read(masks.apply(z, vocab, backend, num_rows))
+
+        return as_read(run_if(jnp.any(masks.constrained & self.used), masked, z))
 
 
 def _possible(tokens: Array, peak: Array) -> Array:

@@ -53,7 +53,7 @@ class RoutingShapes:
 
 @dataclasses.dataclass(frozen=True)
 class ConstraintShapes:
-    """Sizes of the tables of constraints on what sequences say (`decode.constraints`)."""
+    """Sizes of the tables of constraints on the tokens of sequences (`decode.constraints`)."""
 
     num_automata: int
     """Distinct constraints that sequences may have at the same time."""

@@ -8,7 +8,7 @@ import numpy as np
 
 from levanter_infer.decode.shapes import ConstraintShapes
 from levanter_infer.engine.params import SamplingParams
-from levanter_infer.structured.automaton import TokenAutomaton, mask_words
+from levanter_infer.structured.automaton import TokenAutomaton, forced_tokens, mask_words
 from levanter_infer.structured.compiler import Constraint, Wanted
 
 if TYPE_CHECKING:
@@ -156,6 +156,7 @@ def nothing_to_load(shapes: ConstraintShapes, vocab_size: int, num_slots: int) -
         "entry_places": np.full(shapes.load_entries, shapes.num_entries, np.int32),
         "masks": np.zeros((shapes.load_masks, shapes.mask_words), np.uint32),
         "mask_places": np.full(shapes.load_masks, num_slots + shapes.num_masks, np.int32),
+        "forced": np.full(shapes.load_masks, vocab_size, np.int32),
     }
 
 
@@ -183,7 +184,9 @@ def loads_of(resident: Resident, nothing: dict[str, Any]) -> Iterator[dict[str, 
 
 def mask_load(nothing: dict[str, Any], masks: np.ndarray, places: int | np.ndarray) -> dict[str, Any]:
     """The fields that bring masks, as many as `nothing` holds at most, to `places`: one for each, or the first."""
-    return _chunk(nothing, "masks", "mask_places", masks, places)
+    forced = nothing["forced"].copy()
+    forced[: len(masks)] = forced_tokens(masks, len(nothing["class_of"]))
+    return {**_chunk(nothing, "masks", "mask_places", masks, places), "forced": forced}
 
 
 def _chunk(nothing: dict[str, Any], name: str, name_places: str, values: np.ndarray, places) -> dict[str, Any]:

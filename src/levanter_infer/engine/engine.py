@@ -19,7 +19,6 @@ from levanter_infer.decode.shapes import Shapes
 from levanter_infer.decode.state import GenState
 from levanter_infer.engine.backend_choice import BackendChoice
 from levanter_infer.engine.config import EngineConfig
-from levanter_infer.engine.constraints import wanted
 from levanter_infer.engine.coordination import LeaderCoordinator, LocalCoordinator
 from levanter_infer.engine.extension import needed_changes
 from levanter_infer.engine.forks import checked_ancestors, further_samples
@@ -332,7 +331,7 @@ class InferenceEngine:
         """Compile the constraint of `sampling` now, so that `submit` does not wait for it. Any thread may call this at
         any time. Raises: ValueError for what cannot be applied."""
         if sampling.is_constrained:
-            self._intake.constraints.compile(wanted(sampling))
+            self._intake.constraint(sampling)
 
     def _serve(self, requests: list[RequestState], on_update=None) -> None:
         if not requests:

@@ -37,8 +37,7 @@ class Intake:
         self.limits = RequestLimits.of(shapes, config, has_tokenizer=has_tokenizer, **has)
         self._tokenizer, self._seed = tokenizer, seed
         self._end_ids = end_ids = tuple(tokenizer.eos_token_ids) if has_tokenizer else ()
-        self.constraints = ConstraintCompiler(tokenizer, shapes.limits.vocab_size, end_ids)
-        """What compiles regexes, schemas, grammars and lists of tokens; any thread may use it."""
+        self._compiler = ConstraintCompiler(tokenizer, shapes.limits.vocab_size, end_ids)
         self._constraint_shapes: Callable[[], ConstraintShapes] = functools.cache(
             lambda: constraint_shapes(config, shapes.limits.vocab_size)
         )
@@ -63,7 +62,7 @@ class Intake:
         ids = self._token_ids(request, sampling_of(request).max_tokens)
         request = validate(dataclasses.replace(request, prompt_token_ids=ids), self.limits)
         params, ids = sampling_of(request), list(request.prompt_token_ids or ())
-        constraint = self._constraint(params)
+        constraint = self.constraint(params)
         name = default_id if request.id is None else request.id
         state = RequestState(
             id=name,
@@ -89,14 +88,17 @@ class Intake:
             state.sequences.append(sample)
         return state
 
-    def _constraint(self, params: SamplingParams) -> Constraint:
-        """What says which tokens may follow. Raises: ValueError for what cannot be applied."""
+    def constraint(self, params: SamplingParams) -> Constraint:
+        """What says which tokens may follow, ready for the device; compiled, where it is not known. Any thread may call
+        this. Raises: ValueError for what cannot be applied."""
         if not params.is_constrained:
             return Constraint()
         asked = wanted(params)
-        found = self.constraints.compile(asked)
+        found = self._compiler.compile(asked)
         names = ", ".join(name for name, value in asked._asdict().items() if value)
         check_fits(found, self._constraint_shapes(), names)
+        if found.automaton is not None:
+            found.automaton.masks  # noqa: B018  # computed here, beside the rounds, and not when it gets its place
         return found
 
     def _endings(self, params: SamplingParams) -> frozenset[int]:

@@ -306,6 +306,7 @@ def _schema(given: object) -> dict | bool | None:
     try:
         text = given if isinstance(given, str) else json.dumps(given)
         schema = json.loads(text) if len(text) <= MAX_PATTERN_CHARS else None
+        json.dumps(schema, allow_nan=False)  # Python reads NaN, and 1e999 as infinity
     except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"json_schema={brief(given)}: expected {what}; {brief(str(error))}") from None
     if not isinstance(schema, dict | bool) or isinstance(given, bytes):

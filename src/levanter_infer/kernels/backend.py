@@ -335,6 +335,12 @@ class Backend(ABC):
         """The largest logit of each row of f32[row, vocab], the sum of e^(logit - largest), and the first index of the
         largest. None: there is no kernel for it, and sampling computes them in XLA."""
 
+    def masked_logits(self, logits: Array, masks: Array, masked: Array, num_rows: Array) -> Array | None:
+        """Logits f32[row, vocab] with -inf for the tokens whose bit is zero in the masks u32[row, word] (as
+        `structured.automaton.packed`) of the rows `masked`, bool[row], among the first `num_rows`. None: there is no
+        kernel for it, and XLA computes it."""
+        return None
+
     def sampling_kernels(self, logits: Array) -> "SamplingKernels | RowKernels | None":
         """Kernels that sample from these logits f32[row, vocab]; None: there are none, and XLA computes it."""
         return None

@@ -1,1 +1,1 @@
-"""Structured output: what a sample may say, as automata over tokens and as llguidance's matchers. Imports no JAX."""
+"""Structured output: which tokens may follow, by automata over tokens or llguidance's matchers. Imports no JAX."""

@@ -46,6 +46,11 @@ class TokenAutomaton:
     """The state after a sample has ended; None: it may go on for ever."""
 
     @property
+    def nbytes(self) -> int:
+        """Bytes of its arrays, with those of `masks`."""
+        return self.next.nbytes + self.class_of.nbytes + 4 * self.num_masks * mask_words(len(self.class_of))
+
+    @property
     def num_states(self) -> int:
         """States."""
         return self.next.shape[0]
@@ -66,8 +71,10 @@ class TokenAutomaton:
     @functools.cached_property
     def _patterns(self) -> tuple[np.ndarray, np.ndarray]:
         """The distinct rows of `next >= 0`, bool[mask, class], and which one each state has, i32[state]."""
-        patterns, mask_of = np.unique(self.next >= 0, axis=0, return_inverse=True)
-        return patterns, mask_of.reshape(-1).astype(np.int32)
+        may_follow = self.next >= 0
+        bits = np.packbits(may_follow, axis=1)
+        _, first, mask_of = np.unique(bits.view(f"V{bits.shape[1]}"), return_index=True, return_inverse=True)
+        return may_follow[first], mask_of.reshape(-1).astype(np.int32)
 
     @property
     def num_masks(self) -> int:
@@ -82,7 +89,19 @@ class TokenAutomaton:
     @functools.cached_property
     def masks(self) -> np.ndarray:
         """u32[mask, word] of `packed`: the distinct sets of tokens that may follow."""
-        return np.concatenate([packed(pattern[self.class_of][None]) for pattern in self._patterns[0]])
+        size = max(1, _CHUNK_ENTRIES // len(self.class_of))
+        patterns = [self._patterns[0][i : i + size] for i in range(0, self.num_masks, size)]
+        return np.concatenate([packed(np.take(some, self.class_of, axis=1)) for some in patterns])
+
+
+def forced_tokens(masks: np.ndarray, vocab_size: int) -> np.ndarray:
+    """i32[mask], the one token that each of the masks u32[mask, word] of `packed` allows; `vocab_size` where it allows
+    another number of tokens."""
+    word = masks.argmax(axis=1)
+    bits = masks[np.arange(len(masks)), word]
+    single = (np.count_nonzero(masks, axis=1) == 1) & (bits & (bits - np.uint32(1)) == 0)
+    bit = np.log2(np.where(single, bits, 1)).astype(np.int64)
+    return np.where(single, bit * masks.shape[1] + word, vocab_size).astype(np.int32)
 
 
 def mask_words(vocab_size: int) -> int:
@@ -94,11 +113,11 @@ def packed(allowed: np.ndarray) -> np.ndarray:
     """bool[mask, vocab] as bits, u32[mask, word]. Bit b of word w is token b * words + w, so that all tokens of one bit
     stand side by side: unpacking moves no data."""
     words = mask_words(allowed.shape[1])
-    padded = np.zeros((len(allowed), _WORD * words), bool)
-    padded[:, : allowed.shape[1]] = allowed
-    of_bits = padded.reshape(len(allowed), _WORD, words).transpose(0, 2, 1)
-    bits = np.packbits(of_bits, axis=2, bitorder="little")
-    return np.ascontiguousarray(bits).view("<u4")[:, :, 0]
+    found = np.zeros((len(allowed), words), np.uint32)
+    for bit in range(-(-allowed.shape[1] // words)):
+        own = allowed[:, bit * words : (bit + 1) * words]
+        found[:, : own.shape[1]] |= own.astype(np.uint32) << np.uint32(bit)
+    return found
 
 
 def from_table(table: np.ndarray, class_of: np.ndarray, end: int | None = None) -> TokenAutomaton:
@@ -149,24 +168,31 @@ def from_bytes(
     Raises: ConstraintError if no text of these tokens is accepted; TooManyStates.
     """
     end = len(transitions)
-    columns, byte_class = np.unique(transitions, axis=1, return_inverse=True)
-    spelled, class_of = _spellings(tokens, byte_class.reshape(-1))
-    if end >= MAX_STATES or end * len(spelled) > _MAX_ENTRIES:
-        raise TooManyStates(f"it has {end} states over bytes, too many for a vocabulary of {len(tokens)} tokens")
+    too_many = TooManyStates(f"it has {end} states over bytes, too many for a vocabulary of {len(tokens)} tokens")
+    if end >= MAX_STATES:
+        raise too_many
+    columns, byte_class = _distinct_columns(transitions)
+    spelled, class_of = _spellings(tokens, byte_class)
+    if end * len(spelled) > _MAX_ENTRIES:
+        raise too_many
     columns = np.pad(columns.astype(np.int16), ((0, 1), (0, 1)), constant_values=-1)  # one more row: of state -1
     table = np.full((end + 1, len(spelled) + 1), -1, np.int16)
     spellings = _Spellings(spelled, columns.shape[1] - 1)
-    for states in _parts(end, len(spelled)):
-        spellings.walk(columns, states, table[states[0] : states[-1] + 1, :-1])
+    for states in _alike(columns[:-1], len(spelled)):
+        spellings.walk(columns, states, table)
     table[:end, -1] = np.where(accepting, end, -1)
     class_of[[token for token in end_ids if token < len(class_of)]] = len(spelled)
     return from_table(table, class_of, end)
 
 
-def _parts(num_states: int, num_spellings: int) -> Iterable[np.ndarray]:
-    size = max(1, _CHUNK_ENTRIES // max(num_spellings, 1))
-    states = np.arange(num_states, dtype=np.int32)
-    return (states[begin : begin + size] for begin in range(0, num_states, size))
+def _alike(columns: np.ndarray, num_spellings: int) -> Iterable[np.ndarray]:
+    """All states, a few at a time, in groups in which the same bytes may follow: there the same spellings go on."""
+    patterns, group_of = np.unique(np.packbits(columns >= 0, axis=1), axis=0, return_inverse=True)
+    order = np.argsort(group_of.reshape(-1), kind="stable")
+    sizes = np.bincount(group_of.reshape(-1), minlength=len(patterns))
+    most = max(1, _CHUNK_ENTRIES // max(num_spellings, 1))
+    for group in np.split(order, np.cumsum(sizes)[:-1]):
+        yield from (group[begin : begin + most] for begin in range(0, len(group), most))
 
 
 def _spellings(tokens: Sequence[bytes], byte_class: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -211,14 +237,29 @@ class _Spellings:
             self._ends.append((order[ends], node[ends]))
 
     def walk(self, columns: np.ndarray, states: np.ndarray, into: np.ndarray) -> None:
-        """Write the states after each spelling, i16[state, spelling], from each of `states`.
+        """Write the states that follow each of `states` after each spelling into the table i16[state, spelling], which
+        has -1 everywhere. Nodes that none of `states` reaches are left out.
 
         Args: columns: i16[state + 1, class + 1]; the last row and the last column lead nowhere.
         """
+        flat, width = columns.reshape(-1), columns.shape[1]
         reached = states.astype(np.int16)[:, None]
+        place = np.zeros(1, np.int64)  # of each node of a level, its column in `reached`; -1: none
         for (parents, steps), (ending, nodes) in zip(self._levels, self._ends, strict=True):
-            reached = columns[reached[:, parents], steps[None, :]]
-            into[:, ending] = reached[:, nodes]
+            from_place = place[parents]
+            followed = np.flatnonzero(from_place >= 0)
+            source = reached[:, from_place[followed]].astype(np.int64)
+            source *= width
+            source += steps[followed]
+            reached = flat[source]
+            alive = np.flatnonzero((reached >= 0).any(axis=0))
+            if not len(alive):
+                return
+            reached = reached[:, alive]
+            place = np.full(len(parents), -1, np.int64)
+            place[followed[alive]] = np.arange(len(alive))
+            ends = place[nodes] >= 0
+            into[states[:, None], ending[ends]] = reached[:, place[nodes[ends]]]
 
 
 def _distinct_columns(table: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -232,7 +273,7 @@ def _distinct_columns(table: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     columns, which = table[:, first], which.reshape(-1)
     size = max(1, _CHUNK_ENTRIES // max(table.shape[1], 1))
     for begin in range(0, len(table), size):
-        if not np.array_equal(columns[begin : begin + size][:, which], table[begin : begin + size]):
+        if not np.array_equal(np.take(columns[begin : begin + size], which, axis=1), table[begin : begin + size]):
             columns, which = np.unique(table, axis=1, return_inverse=True)  # two sums were equal by chance
             return columns, which.reshape(-1)
     return columns, which
@@ -264,17 +305,16 @@ def _going_on(table: np.ndarray) -> np.ndarray:
 
 
 def of_choices(choices: Iterable[bytes]) -> tuple[np.ndarray, np.ndarray]:
-    """Transitions i32[state, 256] and accepting states of the automaton over bytes that accepts these texts."""
+    """Transitions i32[state, 256] and accepting states of the automaton over bytes that accepts these texts.
+
+    Raises: TooManyStates.
+    """
     rows: list[dict[int, int]] = [{}]
     ends: set[int] = set()
     for choice in choices:
-        state = 0
-        for byte in choice:
-            if byte not in rows[state]:
-                rows.append({})
-                rows[state][byte] = len(rows) - 1
-            state = rows[state][byte]
-        ends.add(state)
+        ends.add(_entered(rows, choice))
+        if len(rows) > MAX_STATES:
+            raise TooManyStates(f"they have more than {MAX_STATES} prefixes, one for each character; give fewer")
     transitions = np.full((len(rows), 256), -1, np.int32)
     for state, row in enumerate(rows):
         transitions[state, list(row)] = list(row.values())
@@ -294,27 +334,40 @@ def without(words: Iterable[Sequence[int]], vocab_size: int) -> TokenAutomaton:
     """Any tokens, but for the last token of a word (a sequence of token ids) whose others precede it.
 
     Source: Aho and Corasick, "Efficient string matching", 1975; a state is the longest end of the text that begins a
-    word.
+    word. Raises: TooManyStates.
     """
-    words = [tuple(word) for word in words]
+    words = {tuple(word) for word in words}
     named = sorted({token for word in words for token in word})
     class_of = np.zeros(vocab_size, np.int64)
     class_of[named] = np.arange(1, len(named) + 1)
-    known = {token: i for i, token in enumerate(named, 1)}
-    states: dict[tuple[int, ...], int] = {(): 0}
-    for word in words:
-        for length in range(1, len(word)):
-            states.setdefault(word[:length], len(states))
-    forbidden = set(words)
-    table = np.zeros((len(states), len(named) + 1), np.int64)
-    for text, state in states.items():
-        for token, column in known.items():
-            ends = [(*text, token)[begin:] for begin in range(len(text) + 1)]
-            if any(end in forbidden for end in ends):
-                table[state, column] = -1
-            else:
-                table[state, column] = next((states[end] for end in ends if end in states), 0)
-    return from_table(table, class_of)
+    children: list[dict[int, int]] = [{}]
+    ends = {_entered(children, class_of[list(word)].tolist()) for word in words}
+    count, width = len(children), len(named) + 1
+    if count * width > _MAX_ENTRIES // 4:
+        raise TooManyStates(f"they have {count} prefixes and {width - 1} distinct tokens, which is too many together")
+    table, shorter = np.zeros((count, width), np.int32), np.zeros(count, np.int64)
+    forbidden = np.isin(np.arange(count), list(ends))
+    waiting = collections.deque([0])
+    while waiting:  # the shorter ones first
+        state = waiting.popleft()
+        table[state] = table[shorter[state]]  # where it leads without its first token
+        for column, child in children[state].items():
+            shorter[child] = table[state, column]
+            forbidden[child] |= forbidden[shorter[child]]
+            table[state, column] = child
+            waiting.append(child)
+    return from_table(np.where(forbidden[table], -1, table), class_of)
+
+
+def _entered(children: list[dict[int, int]], word: Sequence[int]) -> int:
+    """The node of a word in a trie, which is given by the children of each node, and has it afterwards."""
+    node = 0
+    for each in word:
+        if each not in children[node]:
+            children.append({})
+            children[node][each] = len(children) - 1
+        node = children[node][each]
+    return node
 
 
 def intersection(first: TokenAutomaton, second: TokenAutomaton) -> TokenAutomaton:

@@ -1,4 +1,4 @@
-"""`ConstraintCompiler`: from what a request asks for to the automaton, or the guide, that applies it."""
+"""`ConstraintCompiler`: from the constraints of a request to the automaton, or the guide, that applies them."""
 
 import collections
 import json
@@ -12,22 +12,22 @@ from levanter_infer.structured.guide import Guide, Guides
 from levanter_infer.structured.json_schema import regex_of
 from levanter_infer.structured.regex import transitions_of
 
-_KEPT = 256
-"""Compiled constraints that are kept."""
+_KEPT, _KEPT_BYTES = 256, 2**28
+"""Compiled constraints that are kept, at most, and the bytes of their automata; the last one in any case."""
 Result = TypeVar("Result")
 
 
 class Constraint(NamedTuple):
-    """What a request's samples may say."""
+    """The tokens that a request's samples may generate: at most one of both."""
 
     automaton: TokenAutomaton | None = None
-    """What the device applies; None: nothing, or `guide`."""
+    """Which the device applies; None: no constraint, or `guide`."""
     guide: Guide | None = None
-    """What the host applies, to be copied for each sample; it satisfies the automaton as well."""
+    """Which the host applies, with a copy for each sample; it obeys the constraints on token ids as well."""
 
 
 class Wanted(NamedTuple):
-    """What a request may ask for; `SamplingParams` has the same names."""
+    """The constraints of a request; `SamplingParams` has the same names."""
 
     regex: str | None = None
     json_schema: Any = None
@@ -57,14 +57,23 @@ class ConstraintCompiler:
         self._end_ids = tuple(token for token in end_ids if token < vocab_size)
         self._lock, self._spelled = threading.Lock(), None
         self._known: collections.OrderedDict[Hashable, Any] = collections.OrderedDict()
+        """What was made, or the `ConstraintError` that says why it was not, by what was wanted; the last ones last."""
         self._running: dict[Hashable, threading.Lock] = {}
 
     def compile(self, wanted: Wanted) -> Constraint:
-        """What applies `wanted`.
+        """The automaton or the guide that applies `wanted`.
 
         Raises: ValueError naming the parameter, what was got and what to do.
         """
         name = wanted.text_name
+        try:
+            return self._compiled(wanted, name)
+        except RecursionError:
+            raise ConstraintError(f"{name}: it nests too deeply") from None
+        except UnicodeEncodeError:
+            raise ConstraintError(f"{name}: it holds half of a surrogate pair, which is no character") from None
+
+    def _compiled(self, wanted: Wanted, name: str | None) -> Constraint:
         of_tokens = self._of_tokens(wanted)
         if name is None:
             return Constraint(of_tokens)
@@ -141,26 +150,35 @@ class ConstraintCompiler:
         return self._spelled
 
     def _once(self, key: Hashable, make: Callable[[], Result]) -> Result:
-        """`make()`, once for each key among the last ones."""
+        """`make()`, once for each key among the last ones, also where it raises a ConstraintError."""
         with self._lock:
-            if key in self._known:
-                self._known.move_to_end(key)
-                return self._known[key]
             turn = self._running.setdefault(key, threading.Lock())
-        with turn:
+        try:
+            with turn:
+                with self._lock:
+                    found: Any = self._known.get(key)
+                if found is None:
+                    try:
+                        found = make()
+                    except ConstraintError as error:
+                        found = error
+                with self._lock:
+                    self._keep(key, found)
+        finally:
             with self._lock:
-                if key in self._known:
-                    return self._known[key]
-            try:
-                found = make()
-                with self._lock:
-                    self._known[key] = found
-                    while len(self._known) > _KEPT:
-                        self._known.popitem(last=False)
-                return found
-            finally:
-                with self._lock:
-                    self._running.pop(key, None)
+                self._running.pop(key, None)
+        if isinstance(found, ConstraintError):
+            raise type(found)(*found.args)
+        return found
+
+    def _keep(self, key: Hashable, found: Any) -> None:
+        known = self._known
+        known[key] = found
+        known.move_to_end(key)
+        size = sum(each.nbytes for each in known.values() if isinstance(each, TokenAutomaton))
+        while len(known) > 1 and (len(known) > _KEPT or size > _KEPT_BYTES):
+            _, dropped = known.popitem(last=False)
+            size -= dropped.nbytes if isinstance(dropped, TokenAutomaton) else 0
 
 
 def _named(name: str, make: Callable[[], Result]) -> Result:

@@ -163,6 +163,8 @@ def _string(schema: Mapping, keys: set[str]) -> str:
         pattern = schema["pattern"]
         if not isinstance(pattern, str) or "[^" in pattern or _SAFE_PATTERN.fullmatch(pattern) is None:
             raise _NotRegular
+        if "|" in _outside_of_groups(pattern):  # `^a|b$` is found in any text that begins with an a
+            raise _NotRegular
         return f'"(?a:{pattern[1:-1]})"'
     if "format" in keys:
         if schema["format"] not in _FORMATS:
@@ -170,6 +172,14 @@ def _string(schema: Mapping, keys: set[str]) -> str:
         return f'"{_FORMATS[schema["format"]]}"'
     least, most = _counts(schema, "minLength", "maxLength")
     return f'"{_CHARACTER}{{{least},{"" if most is None else most}}}"'
+
+
+def _outside_of_groups(pattern: str) -> str:
+    """The characters of a pattern that stand in no group and no set, without escaped ones."""
+    left = re.sub(r"\\.|\[[^\]]*\]", "", pattern)
+    while left != (left := re.sub(r"\([^()]*\)", "", left)):
+        pass
+    return left
 
 
 def _counts(schema: Mapping, low: str, high: str) -> tuple[int, int | None]:

@@ -18,6 +18,8 @@ import numpy as np
 
 from levanter_infer.structured.automaton import MAX_STATES, ConstraintError, TooManyStates
 
+_MAX_CHARS = 2**18
+"""Characters of a regex: Python's parser takes some 5 s for a million."""
 _MAX_NODES = 200_000
 """States of the nondeterministic automaton."""
 _MAX_WORK = 4_000_000
@@ -38,6 +40,8 @@ def transitions_of(regex: str) -> tuple[np.ndarray, np.ndarray]:
     atomic groups) and without boundaries.
     Raises: ConstraintError for another regex, TooManyStates for one that is too large.
     """
+    if len(regex) > _MAX_CHARS:
+        raise TooManyStates(f"it has {len(regex)} characters; at most {_MAX_CHARS} are taken")
     try:
         tree = parser.parse(regex)
     except (re.error, RecursionError, OverflowError) as error:
@@ -90,7 +94,8 @@ class _Nodes:
     def item(self, kind: Any, value: Any, after: int, flags: int) -> int:
         """The first node of one item of Python's parser."""
         if kind in (codes.LITERAL, codes.NOT_LITERAL, codes.ANY, codes.IN):
-            return self.characters(_characters(kind, value, flags), after)
+            entries = tuple(value) if kind is codes.IN else ((codes.LITERAL, value),)
+            return self.characters(_characters(kind, entries, flags), after)
         if kind is codes.BRANCH:
             return self.new(empty=[self.sequence(branch, after, flags) for branch in value[1]])
         if kind is codes.SUBPATTERN:
@@ -129,7 +134,7 @@ class _Nodes:
                 known[tree] = self.new([(first, last, node(child)) for first, last, child in tree])
             return known[tree]
 
-        return node(_utf8(ranges))
+        return node(_utf8(ranges)) if ranges else self.new()  # no character: it leads nowhere
 
 
 @functools.lru_cache(256)
@@ -182,13 +187,14 @@ def _merged(trees: list[tuple[int, int, tuple]]) -> tuple:
 # Characters
 
 
-def _characters(kind: Any, value: Any, flags: int) -> Ranges:
-    """The characters that an item stands for; none are surrogates."""
+@functools.lru_cache(256)
+def _characters(kind: Any, entries: tuple[tuple[Any, Any], ...], flags: int) -> Ranges:
+    """The characters that an item stands for; none are surrogates. Args: entries: of a set in brackets."""
     if kind is codes.ANY:
         return _complement(() if flags & re.DOTALL else ((10, 10),))
     negated = kind is codes.NOT_LITERAL
     ranges: list[tuple[int, int]] = []
-    for name, entry in [(codes.LITERAL, value)] if kind is not codes.IN else value:
+    for name, entry in entries:
         if name is codes.NEGATE:
             negated = True
         elif name is codes.LITERAL:

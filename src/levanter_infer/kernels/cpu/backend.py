@@ -132,6 +132,9 @@ class CpuBackend(XlaBackend):
     def logit_stats(self, logits: Array, num_rows: Array) -> tuple[Array, Array, Array] | None:
         return bindings.logit_stats(logits, num_rows, isa_name=self.isa)
 
+    def masked_logits(self, logits: Array, masks: Array, masked: Array, num_rows: Array) -> Array | None:
+        return bindings.masked_logits(logits, masks, masked, num_rows, isa_name=self.isa)
+
     def write_kv(self, pool: Array, write: KvWrite) -> tuple[Array | None, Array]:
         """Norms, rotation and write in one call."""
         if write.rotation is None:

@@ -29,7 +29,7 @@ from levanter_infer.kernels.call import AttentionCall, GroupedCall, KvWrite, Lin
 from levanter_infer.kernels.cpu import huge_pages, sources
 
 _LIBRARY = "levanter_infer.kernels.cpu._native"
-_CALLS = ("linear", "grouped_linear", "combine", "place_tokens", "attention", "logit_stats")
+_CALLS = ("linear", "grouped_linear", "combine", "place_tokens", "attention", "logit_stats", "masked_logits")
 _DTYPES = (jnp.float32, jnp.bfloat16)
 READ_STEP = 512
 """Bytes that `read` reads at once."""
@@ -342,6 +342,20 @@ def logit_stats(logits: Array, num_rows: Array, *, isa_name: str | None = None) 
     call = jax.ffi.ffi_call("levanter_infer_logit_stats", results, vmap_method="sequential")
     peak, total, best = call(logits, num_rows.astype(jnp.int32), isa=isa_name or isa())
     return peak, total, best
+
+
+def masked_logits(logits: Array, masks: Array, masked: Array, num_rows: Array, *, isa_name: str | None = None) -> Array:
+    """Logits f32[row, vocab] with -inf where a row's mask has no bit for the token.
+
+    Args:
+        masks: u32[row, word]; bit b of word w is of token b * words + w, and words are a multiple of 128.
+        masked: bool[row], the rows that have a mask; the others stay as they are, as do those from `num_rows` on.
+        num_rows: i32[]
+    """
+    call = jax.ffi.ffi_call(
+        "levanter_infer_masked_logits", jax.ShapeDtypeStruct(logits.shape, jnp.float32), vmap_method="sequential"
+    )
+    return call(logits, num_rows.astype(jnp.int32), masks, masked.astype(jnp.int32), isa=isa_name or isa())
 
 
 def read(memory: np.ndarray, times: int, threads: int, *, isa_name: str | None = None) -> None:

@@ -68,6 +68,7 @@ constexpr int64_t PACKED = 4096, PACK_STEP = 32;  // inputs of all rows that one
 constexpr int64_t FEW_RANGES = 4;  // up to here each piece of work computes the norm's factor of its rows
 constexpr int64_t PLACED_TOKENS = 8;  // new tokens per piece of work
 constexpr int64_t PIECES = 8, MAX_PANELS = 8;  // pieces of work per thread that suffice; most panels per piece
+constexpr int64_t MASK_WORDS = 128;  // the words of a mask are a multiple of it, and so of LANES
 constexpr int64_t READ_STEP = 512, READ_PIECE = 1 << 20;  // bytes that `read_all` reads at once; per piece of work
 constexpr int KEYS = 32;             // keys per turn of the online softmax
 constexpr int64_t QUERIES = 8;  // queries per query block
@@ -110,6 +111,7 @@ struct Kernels {
   void (*place_f32)(const PlaceArgs&, int64_t token, float* scratch);
   void (*place_bf16)(const PlaceArgs&, int64_t token, float* scratch);
   void (*row_stats)(const float* logits, int64_t size, float* peak, float* total, int32_t* best);
+  void (*mask_row)(const float* logits, const uint32_t* mask, int64_t words, int64_t size, float* to);
   void (*add_weighted)(const float* x, float weight, int64_t size, bool first, float* y);
   uint32_t (*read_all)(const char* from, int64_t size);
   int64_t (*multiply_adds)(int64_t times, float factor, float* seen);
@@ -531,6 +533,34 @@ ffi::Error logit_stats(ffi::ThreadPool threads, ffi::Buffer<ffi::F32> logits, ff
   return ffi::Error::Success();
 }
 
+// Arguments: logits f32[rows, vocab]; used i32[], rows in use; masks u32[rows, words]; masked i32[rows], not 0 in rows
+// that have a mask. Result: the logits, with -inf where a row in use has a mask without the token's bit.
+ffi::Error masked_logits(ffi::ThreadPool threads, ffi::Buffer<ffi::F32> logits, ffi::Buffer<ffi::S32> used,
+                         ffi::Buffer<ffi::U32> masks, ffi::Buffer<ffi::S32> masked, ffi::ResultBuffer<ffi::F32> results,
+                         std::string_view isa) {
+  if (logits.dimensions().size() != 2) return invalid("masked_logits: logits are not [rows, vocab]");
+  const int64_t rows = logits.dimensions()[0], vocab = logits.dimensions()[1];
+  if (masks.dimensions().size() != 2 || masks.dimensions()[0] != rows || masks.dimensions()[1] * 32 < vocab)
+    return invalid("masked_logits: masks are not [rows, words] with a bit for each token");
+  const int64_t words = masks.dimensions()[1];
+  if (words % MASK_WORDS != 0) return invalid("masked_logits: masks have no multiple of 128 words");
+  if (masked.dimensions().size() != 1 || masked.dimensions()[0] != rows)
+    return invalid("masked_logits: masked is not [rows]");
+  if (results->element_count() != logits.element_count())
+    return invalid("masked_logits: results are not [rows, vocab]");
+  const int64_t counted = std::clamp<int64_t>(*used.typed_data(), 0, rows);
+  const Kernels& kernels = kernels_for(isa);
+  Workers::shared().run(threads.num_threads(), rows, [&](int64_t row) {
+    const float* from = logits.typed_data() + row * vocab;
+    float* to = results->typed_data() + row * vocab;
+    if (row < counted && masked.typed_data()[row] != 0)
+      kernels.mask_row(from, masks.typed_data() + row * words, words, vocab, to);
+    else
+      std::copy(from, from + vocab, to);
+  });
+  return ffi::Error::Success();
+}
+
 }  // namespace levanter_infer
 
 #pragma GCC visibility push(default)
@@ -664,6 +694,16 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(levanter_infer_logit_stats, levanter_infer::logit_
                                   .Ret<ffi::Buffer<ffi::F32>>()
                                   .Ret<ffi::Buffer<ffi::F32>>()
                                   .Ret<ffi::Buffer<ffi::S32>>()
+                                  .Attr<std::string_view>("isa"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(levanter_infer_masked_logits, levanter_infer::masked_logits,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Arg<ffi::Buffer<ffi::U32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Ret<ffi::Buffer<ffi::F32>>()
                                   .Attr<std::string_view>("isa"));
 
 #pragma GCC visibility pop
