@@ -1,6 +1,7 @@
 """Programs to compile for a TPU and look at, for scripts/tpu_schedule.py and tools of its kind.
 
 `sampling` is each of the kernels that sample: rows=, vocab=, parts=devices that share the vocabulary.
+`write` stores the keys and values of new tokens: tokens=, and heads, page, kv_dtype and pool_pages as below.
 `experts` is one matrix of a layer of experts for all tokens of a step: tokens=, num_experts=, chosen=experts of a
 token, ins= and outs= (defaults: the gate of Qwen3-30B-A3B at 64 tokens), impl=backend. `decode`, `prefill` and `mixed`
 are one call of the attention entry; `program` is the engine's own round, without sinks and attention_chunk. These take
@@ -37,6 +38,8 @@ from levanter_infer.kernels.call import AttentionCall, GroupedCall, PoolShape  #
 from levanter_infer.kernels.registry import make_backend  # noqa: E402
 from levanter_infer.kernels.rules import ScoreRules  # noqa: E402
 from levanter_infer.kernels.tpu import sampling as tpu_sampling  # noqa: E402
+from levanter_infer.kernels.tpu.kv_write import write_kv  # noqa: E402
+from levanter_infer.kernels.tpu.pool import TpuPool  # noqa: E402
 from levanter_infer.kernels.tpu.tiling import Tiles, TileShape, choose, generation  # noqa: E402
 from levanter_infer.layers.layout import Layout  # noqa: E402
 from levanter_infer.layers.shard_axis import ShardAxis, Vocabulary  # noqa: E402
@@ -89,6 +92,19 @@ def prefill(mesh, *, heads=(32, 8, 128), page=64, seqs=1, context=8192, tokens=2
 def mixed(mesh, *, heads=(32, 8, 128), page=64, seqs=64, context=8192, tokens=512, **options):
     """Many sequences, some with one query and some with many."""
     return _call(heads=heads, page=page, seqs=seqs, context=context, tokens=tokens, **options)
+
+
+def write(mesh, *, heads=(32, 8, 128), page=64, tokens=256, kv_dtype="bfloat16", pool_pages=16384):
+    """New keys and values of one layer."""
+    dtype, pool = jnp.dtype(kv_dtype), TpuPool(*heads[1:], scaled=kv_dtype == "int8")
+
+    def call(pages, layer, keys, values, dests):
+        return write_kv(pages, layer, pool.pack(keys, values).astype(dtype), dests)
+
+    shape, side = pool.shape(num_layers=LAYERS, num_pages=pool_pages, page_size=page), (tokens, *heads[1:])
+    sides = [jax.ShapeDtypeStruct(side, jnp.bfloat16)] * 2
+    i32 = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
+    return call, (jax.ShapeDtypeStruct(shape, dtype), i32(()), *sides, i32((tokens,))), {"donate_argnums": (0,)}
 
 
 def experts(mesh, *, tokens=64, num_experts=128, chosen=8, ins=2048, outs=768, dtype="bfloat16", impl="tpu"):

@@ -362,3 +362,24 @@ def test_more_stretches_are_written_than_the_ring_holds(monkeypatch):
     assert races is not None and not races.races_found
     expected = pool.at[0, dests // page_size, :, dests % page_size].set(new, mode="drop")
     np.testing.assert_array_equal(out.astype(jnp.float32), expected.astype(jnp.float32))
+
+
+@pytest.mark.parametrize("dtype, page_size", [("bfloat16", 16), ("int8", 64), ("float32", 16)])
+def test_decode_tokens_and_the_chunks_behind_them_are_written_side_by_side(monkeypatch, dtype, page_size):
+    rng, pages, slabs = np.random.default_rng(0), 34, 3
+    monkeypatch.setattr(kv_write, "_STEP_BYTES", 24 * slabs * 128 * 4)
+    pool = jnp.asarray(30 * rng.standard_normal((2, pages, slabs, page_size, 128)), dtype)
+    # The first grid step has a group of decode tokens, seven more that would be one with the first token of the chunk
+    # behind them, and the chunk, which goes on in the second. That ends with decode tokens and padding.
+    page = rng.permutation(pages)
+    decode = page[:15] * page_size + rng.integers(0, page_size, 15)
+    chunk = page[17] * page_size + np.arange(12)
+    later = page[18:27] * page_size + rng.integers(0, page_size, 9)
+    dests = np.asarray([*decode, *chunk, *later, *[pages * page_size] * 5], np.int32)
+    new = jnp.asarray(30 * rng.standard_normal((len(dests), slabs, 128)), dtype)
+    params = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan")
+    out = write_kv(pool, jnp.int32(1), new, jnp.asarray(dests), interpret=params)
+    races = interpret_pallas_call.races
+    assert races is not None and not races.races_found
+    expected = pool.at[1, dests // page_size, :, dests % page_size].set(new, mode="drop")
+    np.testing.assert_array_equal(out.astype(jnp.float32), expected.astype(jnp.float32))

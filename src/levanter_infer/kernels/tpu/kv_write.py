@@ -1,11 +1,17 @@
 """Writing new keys and values into a TPU's pool.
 
-An async copy moves whole tiles of memory, and a tile holds several tokens. So the tokens that go to one tile-high
-*stretch* of a page are written together: the stretch is read into VMEM, changed, and stored back. Stretches take turns
-in a ring of buffers: while one is changed, others are on their way in or out.
+An async copy moves rows of 32 bits, and such a *word row* holds two tokens of 16 bits, or four of 8. So a token's word
+row is read into VMEM, changed, and stored back. Decode tokens, which come first in a step, each of a sequence of its
+own, are written in groups whose turns have no branches: the reads of all groups are started first, then each group is
+waited for, changed and stored.
+
+The tokens of prompt chunks that go to one tile-high *stretch* of a page are written together, in the same way. Their
+stretches take turns in a ring of buffers: while one is changed, others are on their way in or out.
 """
 
 import functools
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -17,8 +23,10 @@ from jax.experimental.pallas import tpu as pltpu
 
 from levanter_infer.kernels.tpu.pool import LANES
 
-_TOKENS = 128
-"""New tokens per grid step, at most."""
+_GROUP = 8
+"""Decode tokens of a group."""
+_STEP_BYTES = 2**20
+"""Bytes of the new tokens of a grid step, in 32 bits, at most. A grid step ends with a wait for HBM."""
 _RING_BYTES = 2**19
 """Bytes of the stretches in the ring, of which there are at least 8: half of them are on their way in, which hides the
 latency of HBM if they are many."""
@@ -32,6 +40,8 @@ class _Sizes:
     page_size: int
     rows: int
     """Tokens per stretch."""
+    word_tokens: int
+    """Tokens per word row."""
     block: int
     """New tokens per grid step."""
     slots: int
@@ -41,9 +51,17 @@ class _Sizes:
 class _Scalars(NamedTuple):
     dests: Any
     """SMEM i32[T]"""
+    pages: Any
+    """SMEM i32[T], page of each token."""
+    word_rows: Any
+    """SMEM i32[T], word row of each token in its page."""
+    places: Any
+    """SMEM i32[T], place of each token in its word row."""
+    groups: Any
+    """SMEM i32[grid steps], groups of decode tokens at the start of each."""
     stretches: Any
-    """SMEM i32[T]: of each stretch its first token, counted from the first of the grid step, and from bit 16 on how
-    many tokens go to it. Those of a grid step begin where its tokens do."""
+    """SMEM i32[T]: of each stretch of the other tokens its first one, counted from the first of the grid step, and from
+    bit 16 on how many tokens go to it. Those of a grid step begin where its tokens do."""
     counts: Any
     """SMEM i32[grid steps], stretches of each."""
     layer: Any
@@ -51,8 +69,14 @@ class _Scalars(NamedTuple):
 
 
 class _Scratch(NamedTuple):
+    words: Any
+    """VMEM [groups, _GROUP, slabs, tokens of a word row, 128], the pool's dtype."""
+    word_in_sem: Any
+    """DMA semaphores [groups]."""
+    word_out_sem: Any
+    """DMA semaphore."""
     buf: Any
-    """VMEM [slots, slabs, rows, 128], the pool's dtype."""
+    """VMEM [slots, slabs, word rows of a stretch, tokens of a word row, 128], the pool's dtype."""
     in_sem: Any
     """DMA semaphores [slots]."""
     out_sem: Any
@@ -76,17 +100,21 @@ def write_kv(pages: Array, layer: Array, tokens: Array, dests: Array, *, interpr
     rows = min(page_size, 32 // pages.dtype.itemsize)
     if page_size % rows:
         raise ValueError(f"page_size: got {page_size}, expected a multiple of {rows} or less for {pages.dtype}")
-    block = min(_TOKENS, tokens.shape[0])
+    most_groups = max(1, _STEP_BYTES // (slabs * LANES * 4 * _GROUP))
+    groups = min(most_groups, -(-tokens.shape[0] // _GROUP))
+    block = groups * _GROUP
     padding = -tokens.shape[0] % block
     # A row of 32-bit elements can be read by itself.
     wide = jnp.float32 if jnp.issubdtype(pages.dtype, jnp.floating) else jnp.int32
     tokens = jnp.pad(tokens.astype(wide), ((0, padding), (0, 0), (0, 0)))
     dests = jnp.pad(dests, (0, padding), constant_values=num_pages * page_size)
     dma, slots = pltpu.SemaphoreType.DMA, _slots(slabs * rows * LANES * pages.dtype.itemsize)
-    sizes = _Sizes(num_pages, page_size, rows, block, slots)
+    sizes = _Sizes(num_pages, page_size, rows, math.gcd(page_size, 4 // pages.dtype.itemsize), block, slots)
+    # The same bytes: a tile of 128 lanes is one word row after the other.
+    by_word = (-1, slabs, page_size // sizes.word_tokens, sizes.word_tokens, LANES)
     return pl.pallas_call(
         functools.partial(_write, sizes=sizes),
-        out_shape=jax.ShapeDtypeStruct((pages.shape[0] * num_pages, *pages.shape[2:]), pages.dtype),
+        out_shape=jax.ShapeDtypeStruct((pages.shape[0] * num_pages, *by_word[1:]), pages.dtype),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
             grid=(tokens.shape[0] // block,),
@@ -97,20 +125,21 @@ def write_kv(pages: Array, layer: Array, tokens: Array, dests: Array, *, interpr
             out_specs=pl.BlockSpec(memory_space=pl.ANY),
             scratch_shapes=[
                 _Scratch(
-                    buf=pltpu.VMEM((slots, slabs, rows, LANES), pages.dtype),
+                    words=pltpu.VMEM((groups, _GROUP, slabs, sizes.word_tokens, LANES), pages.dtype),
+                    word_in_sem=dma((groups,)),
+                    word_out_sem=dma,
+                    buf=pltpu.VMEM((slots, slabs, rows // sizes.word_tokens, sizes.word_tokens, LANES), pages.dtype),
                     in_sem=dma((slots,)),
                     out_sem=dma((slots,)),
                 )
             ],
         ),
-        input_output_aliases={5: 0},
+        input_output_aliases={9: 0},
         # Destinations beyond the pool are skipped.
         compiler_params=pltpu.CompilerParams(disable_bounds_checks=True, disable_semaphore_checks=True),
         name="write_kv",
         interpret=interpret,
-    )(
-        _Scalars(dests, *_stretches(dests, sizes), layer.reshape(1)), tokens, pages.reshape(-1, *pages.shape[2:])
-    ).reshape(pages.shape)
+    )(_scalars(dests, layer, sizes), tokens, pages.reshape(by_word)).reshape(pages.shape)
 
 
 def _slots(stretch_bytes: int) -> int:
@@ -120,17 +149,31 @@ def _slots(stretch_bytes: int) -> int:
     return slots
 
 
-def _stretches(dests: Array, sizes: _Sizes) -> tuple[Array, Array]:
-    """`_Scalars.stretches` and `counts`. The same in every layer, so that XLA computes them once in a step."""
-    dests = dests.reshape(-1, sizes.block)
-    is_stored = dests < sizes.num_pages * sizes.page_size
-    before = jnp.pad(dests[:, :-1], ((0, 0), (1, 0)), constant_values=-2)
-    begins = is_stored & ((dests != before + 1) | (dests % sizes.rows == 0))
+def _scalars(dests: Array, layer: Array, sizes: _Sizes) -> _Scalars:
+    """All but the layer is the same in every layer."""
+    own, page_rows = dests.reshape(-1, sizes.block), sizes.page_size // sizes.word_tokens
+    is_stored = own < sizes.num_pages * sizes.page_size
+    before = jnp.pad(own[:, :-1], ((0, 0), (1, 0)), constant_values=-2)
+    begins = is_stored & ((own != before + 1) | (own % sizes.rows == 0))
+    has_next = jnp.pad((is_stored & ~begins)[:, 1:], ((0, 0), (0, 1)))
+    # The first tokens that are alone in their stretch, which no copy of a stretch touches then.
+    token = jnp.arange(sizes.block, dtype=jnp.int32)[None, :]
+    groups = jnp.min(jnp.where(begins & ~has_next, sizes.block, token), axis=1) // _GROUP
+    begins = begins & (token >= groups[:, None] * _GROUP)
     number = jnp.cumsum(begins, axis=1, dtype=jnp.int32)
-    entry = jnp.arange(sizes.block, dtype=jnp.int32)[None, :, None]
+    entry = token[:, :, None]
     first = jnp.sum(number[:, None, :] <= entry, axis=2, dtype=jnp.int32)
     count = jnp.sum((number[:, None, :] == entry + 1) & is_stored[:, None, :], axis=2, dtype=jnp.int32)
-    return (first | (count << 16)).reshape(-1), number[:, -1]
+    return _Scalars(
+        dests=dests,
+        pages=dests // sizes.page_size,
+        word_rows=dests // sizes.word_tokens % page_rows,
+        places=dests % sizes.word_tokens,
+        groups=groups,
+        stretches=(first | (count << 16)).reshape(-1),
+        counts=number[:, -1],
+        layer=layer.reshape(1),
+    )
 
 
 def _div(x, size: int):
@@ -139,10 +182,80 @@ def _div(x, size: int):
 
 
 def _write(scalars: _Scalars, new, _, pool, scratch: _Scratch, *, sizes: _Sizes):
-    buf, in_sem, out_sem = scratch
+    first_page = scalars.layer[0] * sizes.num_pages
+    arguments = scalars, new, pool.at[pl.ds(first_page, sizes.num_pages)], scratch, sizes
+    write_groups, wait_groups = _groups(*arguments)
+    write_stretches = _stretches(*arguments)
+    write_groups()
+    write_stretches()
+    wait_groups()
+
+
+def _put(buf, at: tuple, new, tokens: Iterable[tuple[Any, Any]]) -> None:
+    """Change a word row, `buf[*slot, slab, *row]` in all slabs.
+
+    Args:
+        at: (slot, *row).
+        tokens: of each token of `new` its index and its place in the word row.
+    """
+    (slot, *row), tokens = at, list(tokens)
+    for slab in range(new.shape[1]):
+        index = (*slot, slab, *row)
+        old = buf[index]
+        place, changed = jax.lax.broadcasted_iota(jnp.int32, old.shape, 0), old.astype(new.dtype)
+        for token, own in tokens:
+            changed = jnp.where(place == own, jnp.broadcast_to(new[token, slab][None, :], old.shape), changed)
+        buf[index] = changed.astype(old.dtype)
+
+
+def _groups(scalars: _Scalars, new, layer, scratch: _Scratch, sizes: _Sizes):
+    """Functions that write the groups of decode tokens, and that wait for it."""
+    words, in_sem, out_sem = scratch.words, scratch.word_in_sem, scratch.word_out_sem
+    first_token, count = pl.program_id(0) * sizes.block, scalars.groups[pl.program_id(0)]
+
+    def own(array, group):
+        """An array's entries of a group's tokens. They are read before a copy starts, which might change them as far as
+        the compiler knows."""
+        entries = array.at[pl.ds(first_token + group * _GROUP, _GROUP)]
+        return [entries[i] for i in range(_GROUP)]
+
+    def copies(group, start):
+        rows = zip(own(scalars.pages, group), own(scalars.word_rows, group), strict=True)
+        for i, (page, row) in enumerate(rows):
+            start(layer.at[page, :, row], words.at[group, i])
+
+    def load(group, carry):
+        sem = in_sem.at[group]
+        copies(group, lambda source, target: pltpu.make_async_copy(source, target, sem).start())
+        return carry
+
+    def wait(group, sem):
+        pltpu.make_async_copy(words.at[group], words.at[group], sem).wait()
+
+    def change(group, carry):
+        wait(group, in_sem.at[group])
+        for i, place in enumerate(own(scalars.places, group)):
+            _put(words, ((group, i),), new, [(group * _GROUP + i, place)])
+        copies(group, lambda target, source: pltpu.make_async_copy(source, target, out_sem).start())
+        return carry
+
+    def write():
+        jax.lax.fori_loop(0, count, load, 0)
+        jax.lax.fori_loop(0, count, change, 0)
+
+    def wait_stored(group, carry):
+        wait(group, out_sem)
+        return carry
+
+    return write, lambda: jax.lax.fori_loop(0, count, wait_stored, 0)
+
+
+def _stretches(scalars: _Scalars, new, layer, scratch: _Scratch, sizes: _Sizes):
+    """A function that writes the stretches of the other tokens."""
+    buf, in_sem, out_sem = scratch.buf, scratch.in_sem, scratch.out_sem
     page_size, rows, slots = sizes.page_size, sizes.rows, sizes.slots
     first_token, count = pl.program_id(0) * sizes.block, scalars.counts[pl.program_id(0)]
-    first_page, ahead = scalars.layer[0] * sizes.num_pages, slots // 2
+    ahead = slots // 2
 
     def slot_of(stretch):
         return stretch & (slots - 1)
@@ -156,9 +269,10 @@ def _write(scalars: _Scalars, new, _, pool, scratch: _Scratch, *, sizes: _Sizes)
     def stretch_ref(dest):
         page = _div(dest, page_size)
         if rows == page_size:
-            return pool.at[first_page + page]
-        start = _div(dest - page * page_size, rows) * rows
-        return pool.at[first_page + page, :, pl.ds(pl.multiple_of(start, rows), rows)]
+            return layer.at[page]
+        height = rows // sizes.word_tokens
+        start = _div(dest - page * page_size, rows) * height
+        return layer.at[page, :, pl.ds(pl.multiple_of(start, height), height)]
 
     def wait(slot, sem):
         pltpu.make_async_copy(buf.at[slot], buf.at[slot], sem.at[slot]).wait()
@@ -176,19 +290,19 @@ def _write(scalars: _Scalars, new, _, pool, scratch: _Scratch, *, sizes: _Sizes)
         load(stretch + ahead)
         slot, (token, dest, num) = slot_of(stretch), first_of(stretch)
         wait(slot, in_sem)
-        row = jax.lax.broadcasted_iota(jnp.int32, (rows, LANES), 0)
-        offset = dest - _div(dest, rows) * rows
+        offset, places = dest - _div(dest, rows) * rows, range(sizes.word_tokens)
 
-        def put(i, carry):
-            for slab in range(buf.shape[1]):
-                old = buf[slot, slab]
-                added = jnp.broadcast_to(new[token + i, slab][None, :], (rows, LANES))
-                changed = jnp.where(row == offset + i, added, old.astype(new.dtype))
-                buf[slot, slab] = changed.astype(old.dtype)
+        def put(row, carry):
+            def own(place):
+                """The token at a place of the word row, and the place; -1 where it is none of the stretch's."""
+                i = row * sizes.word_tokens + place - offset
+                is_own = (i >= 0) & (i < num)
+                return token + jnp.where(is_own, i, 0), jnp.where(is_own, place, -1)
+
+            _put(buf, ((slot,), row), new, map(own, places))
             return carry
 
-        put(0, carry)
-        jax.lax.fori_loop(1, num, put, carry)
+        jax.lax.fori_loop(_div(offset, sizes.word_tokens), _div(offset + num - 1, sizes.word_tokens) + 1, put, carry)
         pltpu.make_async_copy(buf.at[slot], stretch_ref(dest), out_sem.at[slot]).start()
         return carry
 
@@ -200,6 +314,9 @@ def _write(scalars: _Scalars, new, _, pool, scratch: _Scratch, *, sizes: _Sizes)
         wait(slot_of(stretch), out_sem)
         return carry
 
-    jax.lax.fori_loop(0, ahead, start, 0)
-    jax.lax.fori_loop(0, count, turn, 0)
-    jax.lax.fori_loop(jnp.maximum(count - slots, 0), count, wait_stored, 0)
+    def write():
+        jax.lax.fori_loop(0, ahead, start, 0)
+        jax.lax.fori_loop(0, count, turn, 0)
+        jax.lax.fori_loop(jnp.maximum(count - slots, 0), count, wait_stored, 0)
+
+    return write
