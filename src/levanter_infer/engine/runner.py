@@ -316,6 +316,7 @@ class Runner:
         Requires: `model` has the types of `self.types`."""
         self.model, self._is_dropped = None, False  # its memory may be needed for the new one
         if isinstance(model, StoredModel):
+            return_free_memory()  # malloc keeps arrays below 32 MiB, which the new ones need not fit into
             with stage("reading weights"):
                 model, donate = model.read(self.backend.layout), True
         self.model = jax.tree.map(_placed, self.backend.prepare(model, donate=donate), self._shardings)
