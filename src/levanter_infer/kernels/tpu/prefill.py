@@ -26,10 +26,11 @@ from jax.experimental.pallas import tpu as pltpu
 
 from levanter_infer.kernels.call import AttentionCall
 from levanter_infer.kernels.rules import MASKED, NOTHING_SEEN
-from levanter_infer.kernels.tpu.pipeline import LOG2_E, Inputs, Item, Pipeline, Rows, mapped_keys, run_kernel
+from levanter_infer.kernels.tpu.pipeline import LOG2_E, Inputs, Pipeline, mapped_keys, run_kernel
 from levanter_infer.kernels.tpu.pool import LANES, TpuPool, pairs, side_by_side
 from levanter_infer.kernels.tpu.scales import KEYS, VALUES, scales_of_keys
 from levanter_infer.kernels.tpu.sizes import SUBLANES, Scratch, Sizes, Tile, align_queries
+from levanter_infer.kernels.tpu.work_items import Item, Rows
 
 STRIPE = 256
 """Columns per stripe."""
