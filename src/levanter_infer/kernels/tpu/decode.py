@@ -17,11 +17,12 @@ from jax import Array
 
 from levanter_infer.kernels.call import AttentionCall
 from levanter_infer.kernels.rules import MASKED, NOTHING_SEEN
-from levanter_infer.kernels.tpu.pipeline import LOG2_E, Inputs, Item, Pipeline, Rows, mask_unmapped, run_kernel
+from levanter_infer.kernels.tpu.pipeline import LOG2_E, Inputs, Pipeline, mask_unmapped, run_kernel
 from levanter_infer.kernels.tpu.pool import LANES, TpuPool, apart, pairs, side_by_side
 from levanter_infer.kernels.tpu.scales import KEYS, VALUES, key_order, load_numbers, load_scales, scales_of_rows
 from levanter_infer.kernels.tpu.sizes import SUBLANES, Scratch, Sizes, Tile
 from levanter_infer.kernels.tpu.tiling import shifts_words
+from levanter_infer.kernels.tpu.work_items import Item, Rows
 
 MANY_PAGES = 32
 """Pages of a KV block beyond which the copies of a later block are started at two places of the schedule."""

@@ -21,7 +21,6 @@ The kv copies of item i + 2 are started between the matmuls of item i, where the
 is the one that item i - 1 used. Before the first turn the copies of items 0 and 1 are started.
 """
 
-import enum
 import functools
 import math
 from collections.abc import Callable
@@ -36,53 +35,10 @@ from jax.experimental.pallas import tpu as pltpu
 from levanter_infer.kernels.call import AttentionCall
 from levanter_infer.kernels.tpu.pool import LANES
 from levanter_infer.kernels.tpu.sizes import OUT_SLOTS, Scratch, Sizes, align_queries
+from levanter_infer.kernels.tpu.work_items import Cursor, Item, Rows, Scalar
 
 LOG2_E = math.log2(math.e)
 """Factor of scores, whose softmax is computed with powers of 2."""
-
-
-class Item(enum.IntEnum):
-    """The fields of a work item, i32 each, and their places in a row of `Scratch.items`."""
-
-    ROW = 0  # row of the batch
-    Q_BLOCK = 1  # query block within the row
-    KV_BLOCK = 2  # KV block within the sequence
-    Q_BLOCKS_BEFORE = 3  # query blocks before this one, over all rows: selects the buffers of queries and outputs
-    IS_FIRST = 4  # 1 for the first item of its query block: queries are loaded
-    IS_LAST = 5  # 1 for the last item of its query block: outputs are stored
-    FIRST_PAGE = 6  # first page of the KV block that some query sees
-    END_PAGE = 7  # one past the last page of the KV block that holds a key
-    HAS_UNMAPPED_PAGE = 8  # 1 if some page of the row is none
-    FIRST_KEY = 9  # first key that some query sees, relative to the KV block; may be negative
-    END_KEY = 10  # one past the last key that some query sees, relative to the KV block; may be beyond its end
-    IS_UNMASKED = 11  # 1 if all queries see all keys, no page of the row is none, and the query block has more items
-    NUM_QUERIES = 12  # queries of the query block that exist
-
-
-class Scalar(enum.IntEnum):
-    """The entries of `Rows.scalars`."""
-
-    FIRST_PAGE = 0  # the layer's first page in the flattened pool
-    NUM_SEQS = 1  # rows in use
-    WINDOW = 2  # sliding window, 0 for none
-    LAYER_PAGES = 3  # pages per layer
-    ID_CHUNKS = 4  # chunks of 128 page ids per row of the page table
-    LAST_ROW = 5  # index of the last row, in use or not
-
-
-class Rows(NamedTuple):
-    """The scalars of a call, prefetched to SMEM."""
-
-    seq_lens: Any
-    """i32[R]"""
-    cu_q_lens: Any
-    """i32[R + 1]"""
-    scalars: Any
-    """i32[len(Scalar)]"""
-    has_unmapped_page: Any
-    """i32[R], of `has_unmapped_page`."""
-    q_starts: Any = None
-    """i32[R], first token of each row in `Inputs.q` and in the output; None for `cu_q_lens`."""
 
 
 class Inputs(NamedTuple):
@@ -111,18 +67,6 @@ class Inputs(NamedTuple):
             sinks=None if sinks is None else per_head(sinks * jnp.float32(LOG2_E)),
             slopes=None if slopes is None else per_head(slopes),
         )
-
-
-class Cursor(NamedTuple):
-    """The position of `Pipeline.advance` in the list of work items, i32[] each."""
-
-    num_items: Array
-    """Items whose fields have been written."""
-    row: Array
-    q_block: Array
-    kv_block: Array
-    num_q_blocks: Array
-    """Query blocks before `q_block`, over all rows."""
 
 
 def _div(x, size: int) -> Array:
@@ -278,22 +222,22 @@ class Pipeline:
             first = jnp.maximum(first, self.rules.chunk_start(self.first_pos(row, q_block)))
         return first
 
-    def next_row(self, row: Array) -> Array:
+    def _next_row(self, row: Array) -> Array:
         """The first row from `row` on of which this path and this share of the rows compute something."""
+        return jax.lax.while_loop(self._is_of_others, lambda r: r + 1, row)
 
-        def is_of_others(r):
-            q_len = self.q_len(jnp.minimum(r, self.num_rows - 1))
-            if self.tile.queries == 1:
-                of_others = q_len != 1
-                if self.shares > 1:
-                    of_others = of_others | (_rem(r, self.shares) != self.share)
-            else:
-                of_others = q_len < self.sizes.least_queries
-                if self.shares > 1:
-                    of_others = of_others | (self._first_q_block(r) * self.tile.queries >= q_len)
-            return (r < self.num_rows) & of_others
-
-        return jax.lax.while_loop(is_of_others, lambda r: r + 1, row)
+    def _is_of_others(self, row: Array) -> Array:
+        """Whether a row is in use, and this path or this share of the rows computes nothing of it."""
+        q_len = self.q_len(jnp.minimum(row, self.num_rows - 1))
+        if self.tile.queries == 1:
+            of_others = q_len != 1
+            if self.shares > 1:
+                of_others = of_others | (_rem(row, self.shares) != self.share)
+        else:
+            of_others = q_len < self.sizes.least_queries
+            if self.shares > 1:
+                of_others = of_others | (self._first_q_block(row) * self.tile.queries >= q_len)
+        return (row < self.num_rows) & of_others
 
     def _first_q_block(self, row: Array) -> Array:
         """The first query block of a row that belongs to this share: every `shares`-th one does."""
@@ -302,7 +246,7 @@ class Pipeline:
         return _rem(row + self.share, self.shares)
 
     def start(self) -> Cursor:
-        row = self.next_row(jnp.int32(0))
+        row = self._next_row(jnp.int32(0))
         q_block = self._first_q_block(row)
         return Cursor(jnp.int32(0), row, q_block, self._first_kv_block(row, q_block), jnp.int32(0))
 
@@ -322,6 +266,11 @@ class Pipeline:
 
     def advance(self, cursor: Cursor) -> Cursor:
         """Write the fields of the next work item, if there is one, and start the copy of its page ids."""
+        return self.following(cursor, self.write_item(cursor), self._next_row)
+
+    def write_item(self, cursor: Cursor) -> Array:
+        """Write the fields of the item at the cursor, if there is one, and start the copy of its page ids. Returns:
+        whether it is the last of its query block."""
         items, sizes = self.items, self.sizes
         num_items, next_row, q_block, kv_block, num_q_blocks = cursor
         exists, row = next_row < self.num_rows, jnp.minimum(next_row, self.last_row)
@@ -353,38 +302,66 @@ class Pipeline:
             for chunk in range(sizes.id_chunks):
                 self._page_id_copy(index, chunk).start()
 
+        return is_last
+
+    def following(self, cursor: Cursor, is_last: Array, find: Callable[[Array], Array]) -> Cursor:
+        """The cursor of the item after that at `cursor`.
+
+        Args:
+            is_last: of `write_item`.
+            find: gives `_next_row`, from a row on.
+        """
+        num_items, next_row, q_block, kv_block, num_q_blocks = cursor
+        exists, row = next_row < self.num_rows, jnp.minimum(next_row, self.last_row)
         new_q_block, row_ends = q_block, is_last
         if self.tile.queries > 1:
             more = (q_block + self.shares) * self.tile.queries < self.q_len(row)
             new_q_block = jnp.where(is_last, jnp.where(more, q_block + self.shares, 0), q_block)
             row_ends = is_last & ~more
         # Where no row ends, or beyond the last row, the loop over rows ends at once.
-        new_row = self.next_row(next_row + row_ends.astype(jnp.int32))
+        new_row = find(next_row + row_ends.astype(jnp.int32))
         if self.tile.queries > 1 and self.shares > 1:
             new_q_block = jnp.where(row_ends, self._first_q_block(new_row), new_q_block)
         new_kv_block = jnp.where(is_last, self._first_kv_block(new_row, new_q_block), kv_block + 1)
         following = Cursor(num_items + 1, new_row, new_q_block, new_kv_block, num_q_blocks + is_last.astype(jnp.int32))
         return Cursor(*(jnp.where(exists, new, old) for new, old in zip(following, cursor, strict=True)))
 
-    def start_queries(self, item: Array, exists: Array) -> tuple[Array, Array]:
-        """Wait for the page ids of an item, and start the copy of its queries.
+    def search(self, cursor: Cursor, is_of_others: Array) -> Cursor:
+        """The cursor, or where `_is_of_others(cursor.row)` that of the first item of the row after it."""
 
-        Returns: bounds of the pages to prefetch, which need those ids; equal if the item does not exist.
-        """
+        def step(carry):
+            return carry[0] + 1, self._is_of_others(carry[0] + 1)
+
+        row, _ = jax.lax.while_loop(lambda carry: carry[1], step, (cursor.row, is_of_others))
+        q_block = jnp.where(is_of_others, self._first_q_block(row), cursor.q_block)
+        kv_block = jnp.where(is_of_others, self._first_kv_block(row, q_block), cursor.kv_block)
+        return cursor._replace(row=row, q_block=q_block, kv_block=kv_block)
+
+    def wait_page_ids(self, item: Array) -> None:
+        """Wait for the page ids of an item."""
+        for chunk in range(self.sizes.id_chunks):
+            self._page_id_copy(self.index(item), chunk).wait()
+
+    def page_bounds(self, item: Array, exists: Array) -> tuple[Array, Array]:
+        """Bounds of the pages of an item; equal if it does not exist."""
+        index, none = self.index(item), jnp.int32(0)
+        first_page = jnp.where(exists, self.items[index, Item.FIRST_PAGE], none)
+        return first_page, jnp.where(exists, self.items[index, Item.END_PAGE], none)
+
+    def start_queries(self, item: Array, exists: Array | bool) -> None:
+        """Start the copy of an item's queries, if it exists and begins a query block."""
         index = self.index(item)
+        pl.when((self.items[index, Item.IS_FIRST] == 1) & exists)(lambda: self._q_copy(index).start())
+
+    def start_item(self, item: Array, exists: Array) -> tuple[Array, Array]:
+        """Wait for the page ids of an item, and start the copy of its queries. Returns: `page_bounds`."""
 
         @pl.when(exists)
         def _():
-            for chunk in range(self.sizes.id_chunks):
-                self._page_id_copy(index, chunk).wait()
+            self.wait_page_ids(item)
+            self.start_queries(item, True)
 
-            @pl.when(self.items[index, Item.IS_FIRST] == 1)
-            def _():
-                self._q_copy(index).start()
-
-        none = jnp.int32(0)
-        first_page = jnp.where(exists, self.items[index, Item.FIRST_PAGE], none)
-        return first_page, jnp.where(exists, self.items[index, Item.END_PAGE], none)
+        return self.page_bounds(item, exists)
 
     def page_id(self, index: Array, j: Array) -> Array:
         """Id of page `j` of an item."""
@@ -483,7 +460,7 @@ class Pipeline:
         Args:
             unmasked: `unmasked(item, q_slot, prefetch)` computes an item of which every query sees every key, and
                 meanwhile calls `prefetch` for all pages of a later one; None if all items need masks. With `prepare`:
-                `unmasked(item, next_item, q_slot, prefetch)`.
+                `unmasked(item, next_item, q_slot, prefetch)`, which calls `prefetch` once.
             masked: `masked(item, q_slot)` computes any item, sub-block by sub-block, without the sub-blocks that hold
                 no key that some query sees.
             finish: `finish(slot)` writes the outputs of a query block to `Scratch.out_buf` after its last item.
@@ -495,7 +472,7 @@ class Pipeline:
         def begin(item, cursor):
             cursor = self.advance(cursor)
             later = item + self.ahead
-            return cursor, (later, *self.start_queries(later, later < cursor.num_items))
+            return cursor, (later, *self.start_item(later, later < cursor.num_items))
 
         def is_unmasked(item, cursor):
             return (self.items[self.index(item), Item.IS_UNMASKED] == 1) & (item < cursor.num_items)
@@ -514,11 +491,23 @@ class Pipeline:
 
         def prepared_turn(carry):
             item, cursor, _ = carry
-            goes_on = is_unmasked(item + 1, cursor)
-            cursor, later = begin(item, cursor)
+            # The next item's fields and copies are computed among the vectors, without a branch between them, so that
+            # the compiler packs both into the same bundles; what seldom happens, and takes a branch, comes behind.
+            goes_on, later = is_unmasked(item + 1, cursor), item + self.ahead
+            exists = later < cursor.num_items
+            pl.when(exists)(lambda: self.wait_page_ids(later))
             pl.when(goes_on)(lambda: self.wait_pages(item + 1, True))
-            unmasked(item, jnp.where(goes_on, item + 1, item), self.q_slot(item), self.page_prefetcher(*later))
-            return item + 1, cursor, goes_on
+            start_pages = self.page_prefetcher(later, *self.page_bounds(later, exists))
+            after = []
+
+            def prefetch(pages):
+                new_cursor = self.following(cursor, self.write_item(cursor), lambda row: row)
+                after.extend((new_cursor, self._is_of_others(new_cursor.row)))
+                start_pages(pages)
+
+            unmasked(item, jnp.where(goes_on, item + 1, item), self.q_slot(item), prefetch)
+            self.start_queries(later, exists)
+            return item + 1, self.search(*after), goes_on
 
         def begin_several(item):
             assert prepare is not None
@@ -545,7 +534,7 @@ class Pipeline:
 
         cursor = jax.lax.fori_loop(0, self.ahead + 1, lambda _, cursor: self.advance(cursor), self.start())
         for item in map(jnp.int32, range(self.ahead)):
-            self.prefetch_pages(item, *self.start_queries(item, item < cursor.num_items))
+            self.prefetch_pages(item, *self.start_item(item, item < cursor.num_items))
         _, cursor = jax.lax.while_loop(lambda carry: carry[0] < carry[1].num_items, turn, (jnp.int32(0), cursor))
         self.wait_outputs(cursor.num_q_blocks)
 

@@ -26,10 +26,11 @@ from jax.experimental.pallas import tpu as pltpu
 
 from levanter_infer.kernels.call import AttentionCall
 from levanter_infer.kernels.rules import MASKED, NOTHING_SEEN
-from levanter_infer.kernels.tpu.pipeline import LOG2_E, Inputs, Item, Pipeline, Rows, mapped_keys, run_kernel
+from levanter_infer.kernels.tpu.pipeline import LOG2_E, Inputs, Pipeline, mapped_keys, run_kernel
 from levanter_infer.kernels.tpu.pool import LANES, TpuPool, pairs, side_by_side
 from levanter_infer.kernels.tpu.scales import KEYS, VALUES, scales_of_keys
 from levanter_infer.kernels.tpu.sizes import SUBLANES, Scratch, Sizes, Tile, align_queries
+from levanter_infer.kernels.tpu.work_items import Item, Rows
 
 STRIPE = 256
 """Columns per stripe."""
@@ -179,7 +180,7 @@ class _Keys(NamedTuple):
     count: int
 
     def part(self, at: int, count: int) -> "_Keys":
-        return _Keys(self.item, self.slot, self.first + at, count)
+        return self if count == self.count else _Keys(self.item, self.slot, self.first + at, count)
 
 
 class _Block:
@@ -212,34 +213,84 @@ class _Block:
 
     def prepare(self, item: Array, q_slot: Array) -> None:
         """Compute the scores of an item's keys, m and its factor."""
-        keys, self.known_scales = self._keys(item), {}
-        for stripe in self.stripes:
-            maxima = [self._put_scores(q_slot, stripe, keys.part(at, self.chunk)) for at in self._chunks()]
-            self._put_max(stripe, maxima)
-        self._put_values(keys)
+        self._begin(self._keys(item), q_slot, self.chunk)
 
     def turn(self, item: Array, next_item: Array | None, q_slot: Array, prefetch) -> None:
-        """Add an item whose scores have been computed to the attention, and compute those of `next_item`, if given.
+        """Add an item whose scores have been computed to the attention, and compute those of `next_item`, if given."""
+        next_keys, pages = None if next_item is None else self._keys(next_item), range(self.sizes.tile.pages)
+        self._add(self._keys(item), next_keys, q_slot, self.chunk, meanwhile=lambda: prefetch(pages))
+
+    def masked(self, item: Array, q_slot: Array) -> None:
+        """Add the sub-blocks of an item that hold a key that some query sees to the attention."""
+        count = self.sizes.subblock_pages * self.sizes.page_size
+        first, end = self.pipeline.live_subblocks(item)
+
+        def keys_of(subblock: Array) -> _Keys:
+            return _Keys(item, self.pipeline.slot(item), subblock * count, count)
+
+        def visible(keys: _Keys) -> Array:
+            kv_pos = self._positions(keys)
+            return jnp.where(mapped_keys(self.pipeline, item, kv_pos) > 0, kv_pos, jnp.int32(BEYOND))
+
+        def one(subblock: Array, carry):
+            next_keys = keys_of(subblock + 1)
+            self._add(keys_of(subblock), next_keys, q_slot, count, visible(next_keys))
+            return carry
+
+        @pl.when(first < end)
+        def _():
+            keys = keys_of(first)
+            self._begin(keys, q_slot, count, visible(keys))
+            jax.lax.fori_loop(first, end - 1, one, 0)
+            self._add(keys_of(end - 1), None, q_slot, count)
+
+    def _begin(self, keys: _Keys, q_slot: Array, chunk: int, visible: Array | None = None) -> None:
+        """Compute the scores of keys, m and its factor.
+
+        Args:
+            chunk: keys that are taken at once; all if `visible` is given.
+            visible: as of `_scores`.
+        """
+        self.known_scales = {}
+        for stripe in self.stripes:
+            maxima = [
+                self._put_scores(q_slot, stripe, keys.part(at, chunk), at, visible)
+                for at in range(0, keys.count, chunk)
+            ]
+            self._put_max(stripe, maxima)
+        self._put_values(keys, chunk)
+
+    def _add(
+        self,
+        keys: _Keys,
+        next_keys: _Keys | None,
+        q_slot: Array,
+        chunk: int,
+        next_visible: Array | None = None,
+        meanwhile: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Add keys whose scores have been computed to the attention, and compute those of `next_keys`, if given.
 
         The scores of a stripe and chunk of keys replace those that were just read, and the second matmul of a chunk is
         written behind the scores of the next: so the compiler finds work for the matrix unit while it computes powers.
+
+        Args:
+            chunk: as of `_begin`.
+            next_visible: as `visible` of `_scores`, for `next_keys`.
+            meanwhile: is called behind the first stripe.
         """
-        keys, next_keys = self._keys(item), None if next_item is None else self._keys(next_item)
         late, self.known_scales = [], {}
         for number, stripe in enumerate(self.stripes):
             own = stripe.group, slice(None), stripe.columns
             m, factor, sums, maxima = self.scratch.m_ref[own], self.scratch.factor_ref[own], [], []
-            for at in self._chunks():
-                part = keys.part(at, self.chunk)
-                scores = self.scratch.score_ref[stripe.group, pl.ds(at, self.chunk), stripe.columns]
-                weights, total = self._weights(stripe, part, scores, m)
+            for at in range(0, keys.count, chunk):
+                scores = self.scratch.score_ref[stripe.group, pl.ds(at, chunk), stripe.columns]
+                weights, total = self._weights(stripe, keys.part(at, chunk), scores, m)
                 sums.append(total)
                 if next_keys is not None:
-                    maxima.append(self._put_scores(q_slot, stripe, next_keys.part(at, self.chunk)))
+                    maxima.append(self._put_scores(q_slot, stripe, next_keys.part(at, chunk), at, next_visible))
                 late.append(
-                    functools.partial(
-                        self._add_values, stripe, pl.ds(at, self.chunk), weights, factor if at == 0 else None
-                    )
+                    functools.partial(self._add_values, stripe, pl.ds(at, chunk), weights, factor if at == 0 else None)
                 )
                 if len(late) > 1:
                     late.pop(0)()
@@ -247,47 +298,13 @@ class _Block:
             if next_keys is not None:
                 self._put_max(stripe, maxima)
             if number == 0:  # keys are not loaded past a copy's start, but the second stripe has much else to do
-                prefetch(range(self.sizes.tile.pages))
+                meanwhile()
         late.pop()()
         if next_keys is not None:
-            self._put_values(next_keys)
-
-    def masked(self, item: Array, q_slot: Array) -> None:
-        """Add the sub-blocks of an item that hold a key that some query sees to the attention."""
-        count = self.sizes.subblock_pages * self.sizes.page_size
-
-        def one(subblock, carry):
-            keys, self.known_scales = _Keys(item, self.pipeline.slot(item), subblock * count, count), {}
-            kv_pos = self._positions(keys)
-            visible = jnp.where(mapped_keys(self.pipeline, item, kv_pos) > 0, kv_pos, jnp.int32(BEYOND))
-            for group in range(self.sizes.groups):
-                self.scratch.value_ref[group, :, pl.ds(0, count)] = self._values(keys, group)
-
-            def begin(stripe: _Stripe) -> tuple[Array, Array]:
-                return self._max(stripe, [self._put_scores(q_slot, stripe, keys, visible)])
-
-            following, late = begin(self.stripes[0]), []
-            for number, stripe in enumerate(self.stripes, 1):
-                own, (m, factor) = (stripe.group, slice(None), stripe.columns), following
-                scores = self.scratch.score_ref[stripe.group, pl.ds(0, count), stripe.columns]
-                if number < len(self.stripes):
-                    following = begin(self.stripes[number])
-                weights, total = self._weights(stripe, keys, scores, m)
-                self.scratch.m_ref[own] = m
-                self.scratch.l_ref[own] = self.scratch.l_ref[own] * factor + total
-                late.append(functools.partial(self._add_values, stripe, pl.ds(0, count), weights, factor))
-                if len(late) > 1:
-                    late.pop(0)()
-            late.pop()()
-            return carry
-
-        jax.lax.fori_loop(*self.pipeline.live_subblocks(item), one, 0)
+            self._put_values(next_keys, chunk)
 
     def _keys(self, item: Array) -> _Keys:
         return _Keys(item, self.pipeline.slot(item), 0, self.sizes.tokens)
-
-    def _chunks(self) -> range:
-        return range(0, self.sizes.tokens, self.chunk)
 
     def _load(self, keys: _Keys, slab: int) -> Array:
         """[keys, 128]"""
@@ -371,11 +388,10 @@ class _Block:
             found = jnp.where(head >= (first + number) * sizes.q_per_kv, of(number), found)
         return found
 
-    def _put_scores(self, q_slot: Array, stripe: _Stripe, keys: _Keys, visible: Array | None = None) -> Array:
-        """Store scores: with masks if `visible` is given, and then as the first. Returns: their maxima, f32[8,
-        columns]."""
-        scores, first = self._scores(q_slot, stripe, keys, visible), keys.first if visible is None else 0
-        self.scratch.score_ref[stripe.group, pl.ds(first, keys.count), stripe.columns] = scores
+    def _put_scores(self, q_slot: Array, stripe: _Stripe, keys: _Keys, at: int, visible: Array | None) -> Array:
+        """Store scores as those of the keys from `at` on. Returns: their maxima, f32[8, columns]."""
+        scores = self._scores(q_slot, stripe, keys, visible)
+        self.scratch.score_ref[stripe.group, pl.ds(at, keys.count), stripe.columns] = scores
         return _fold(scores, jnp.max)
 
     def _max(self, stripe: _Stripe, maxima: list[Array]) -> tuple[Array, Array]:
@@ -412,10 +428,10 @@ class _Block:
             tiles.append(values.T)
         return tiles[0] if len(tiles) == 1 else jnp.concatenate(tiles, axis=0)
 
-    def _put_values(self, keys: _Keys) -> None:
+    def _put_values(self, keys: _Keys, chunk: int) -> None:
         for group in range(self.sizes.groups):
-            for at in self._chunks():
-                self.scratch.value_ref[group, :, pl.ds(at, self.chunk)] = self._values(keys.part(at, self.chunk), group)
+            for at in range(0, keys.count, chunk):
+                self.scratch.value_ref[group, :, pl.ds(at, chunk)] = self._values(keys.part(at, chunk), group)
 
     def _add_values(self, stripe: _Stripe, keys, weights: Array, factor: Array | None) -> None:
         """Add the values of `keys`, a slice of those stored, times weights to acc, after its multiplication by

@@ -51,7 +51,7 @@ class Scratch(NamedTuple):
     page_ids_sem: Any
     """DMA semaphores [slots + 1]."""
     items: Any
-    """SMEM i32[slots + 1, 16]: the fields (`pipeline.Item`) of the current work item and of those after it."""
+    """SMEM i32[slots + 1, 16]: the fields (`work_items.Item`) of the current work item and of those after it."""
     kv_buf: Any
     """VMEM [slots, pages, slabs, page_size, 128], the pool's dtype: keys and values of each work item."""
     kv_sem: Any
