@@ -19,7 +19,7 @@ from levanter_infer import (
     load_model,
 )
 from levanter_infer.decode.invariants import check_invariants
-from levanter_infer.engine import async_engine
+from levanter_infer.engine import wait_time
 from tests.tiny_models import tiny_model
 
 
@@ -353,8 +353,8 @@ def test_clients_that_try_again_when_they_are_told_to_are_all_served(engine):
 
 def test_the_wait_that_a_full_queue_names_counts_no_idle_time_and_those_of_a_round_together(monkeypatch):
     now = 100.0
-    monkeypatch.setattr(async_engine.time, "monotonic", lambda: now)
-    wait = async_engine._WaitTime()
+    monkeypatch.setattr(wait_time.time, "monotonic", lambda: now)
+    wait = wait_time.WaitTime()
     for _ in range(100):
         now += 1000.0  # no request waits
         wait.starts()

@@ -55,6 +55,7 @@ def differing(model, blocks: Blocks, count: int, configs=CONFIGS) -> tuple[int, 
     return wrong, done
 
 
+@pytest.mark.slow
 def test_bits_are_those_of_the_request_alone():
     """In a batch, in another order, in chunks of other sizes, preempted, cached and cold."""
     wrong, done = differing(tiny_model(dtype="bfloat16"), Blocks(), 16)

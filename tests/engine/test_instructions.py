@@ -257,6 +257,7 @@ def test_an_engine_computes_with_the_chosen_one_everywhere(dtype, monkeypatch):
 
 
 @built
+@pytest.mark.slow
 def test_instruction_sets_agree_but_for_rounding():
     by_isa = {isa: sampled(isa, "float32")[1] for isa in usable_isas("float32")}
     for completion in by_isa.values():

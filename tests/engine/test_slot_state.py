@@ -138,6 +138,7 @@ def test_prompt_logprobs_are_those_of_the_uncached_forward(name, engine):
     np.testing.assert_allclose(got, expected[np.arange(30), prompt[1:]], atol=TOLERANCE)
 
 
+@pytest.mark.slow
 def test_the_pure_function_forks_and_samples(name):
     prompts = np.zeros((2, 9), np.int32)
     prompts[0], prompts[1, :4] = text(9), text(4, seed=1)

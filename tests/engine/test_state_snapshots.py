@@ -95,6 +95,7 @@ def test_samples_that_start_later_go_on_from_the_prompt(engine):
     assert counts["computed_prompt_tokens"] <= 23 + 7 * 3
 
 
+@pytest.mark.slow
 def test_a_prompt_seen_once_does_not_push_out_what_is_shared():
     """With as few snapshots as sequences, and many prompts."""
     engine = shared_engine(state_snapshots=4, max_pages=160)
@@ -168,6 +169,7 @@ def test_states_of_other_weights_are_not_used(engine):
         engine.swap_weights(model_of(NAME))
 
 
+@pytest.mark.slow
 def test_without_prefix_caching_no_state_is_kept():
     engine = make_engine(NAME, prefix_cache=False)
     assert engine.state.cache.snapshots == () and engine.describe()["state_snapshots"] == 0

@@ -184,6 +184,7 @@ def test_rows_are_drawn_by_kernels_where_one_device_has_all_of_them(parts):
     assert called & samplers == (samplers if parts == 1 else set())
 
 
+@pytest.mark.slow
 def test_rows_that_are_searched_and_rows_that_are_not_do_not_meet():
     """The sample of a row is the same to the bit alone and among others."""
     logits = jnp.asarray((RNG.normal(size=(3, VOCAB)) * np.array([[0.1], [3], [1]])).astype(np.float32))

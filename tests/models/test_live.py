@@ -277,6 +277,7 @@ print("equal")
 """
 
 
+@pytest.mark.slow
 def test_parameters_in_parts_on_a_trainers_mesh_give_the_same_logits():
     flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu"}
     environment = {**os.environ, **flags, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"}

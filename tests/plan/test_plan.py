@@ -277,6 +277,7 @@ def test_a_kernel_that_is_too_large_gets_tiles_that_the_compiler_accepts(monkeyp
         figures_of(dataclasses.replace(spec, engine=spec.engine | {"tiles": bad}))
 
 
+@pytest.mark.slow
 def test_programs_are_compiled_with_what_they_send(monkeypatch, tmp_path, capsys):
     monkeypatch.chdir(ROOT)
     (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"torch_dtype": "float32"}))

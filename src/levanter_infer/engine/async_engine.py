@@ -24,13 +24,10 @@ from levanter_infer.engine.metrics import Registry
 from levanter_infer.engine.params import SamplingParams
 from levanter_infer.engine.request import Request, RequestOutput, as_request, first_and_last, refused
 from levanter_infer.engine.request_state import RequestState, SampleState
+from levanter_infer.engine.wait_time import WaitTime
 from levanter_infer.policies import FinishReason
 
 logger = logging.getLogger(__name__)
-
-_KEPT = 0.9
-"""Weight of what was counted before, against what has just come, in the mean time between requests that cease to
-wait."""
 
 
 class QueueFull(RuntimeError):
@@ -134,34 +131,6 @@ class _Answer:
             self._loop.call_soon_threadsafe(enter)
 
 
-class _WaitTime:
-    """How fast requests cease to wait, while any do."""
-
-    def __init__(self):
-        self._seconds, self._count, self._since = 1.0, 1.0, 0.0
-        self._left = 0
-
-    @property
-    def interval_s(self) -> float:
-        """Mean time between two of them; a second before any has."""
-        return self._seconds / self._count
-
-    def starts(self) -> None:
-        """The first request waits, or none could cease to until now."""
-        self._since = time.monotonic()
-
-    def leaves(self) -> None:
-        """A request ceases to wait. Those of a round cease together, so they count together, in `end_round`."""
-        self._left += 1
-
-    def end_round(self) -> None:
-        if self._left:
-            now = time.monotonic()
-            self._seconds = _KEPT * self._seconds + now - self._since
-            self._count = _KEPT * self._count + self._left
-            self._left, self._since = 0, now
-
-
 @dataclasses.dataclass(eq=False)
 class _Live:
     """A request that has not ended, as the owner thread sees it."""
@@ -224,7 +193,7 @@ class AsyncEngine:
         self._closers: list[_Answer] = []
         self._paused: str | None = None
         self._idle, self._closing, self._stopping, self._ended = True, False, False, False
-        self._wait_time = _WaitTime()
+        self._wait_time = WaitTime()
         self.error: BaseException | None = None
         """What ended the owner thread, if it died."""
         self._thread = threading.Thread(target=self._own, name="levanter-infer-engine", daemon=True)
