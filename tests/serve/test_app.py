@@ -140,6 +140,12 @@ def test_continuous_usage_counts_the_tokens_so_far(client, path):
     assert min(counts) > 0 and sum(counts) == last.usage.completion_tokens and not last.choices
 
 
+@pytest.mark.parametrize("ids", [{"allowed_token_ids": [1, 112145]}, {"bad_words": [[1, 112145]]}])
+def test_constraints_on_ids_outside_the_vocabulary_are_refused(served, ids):
+    refused = post(served, "/v1/completions", prompt=PROMPT, **ids)
+    assert refused.status_code == 400 and next(iter(ids)) in refused.json()["error"]["message"], refused.text
+
+
 def test_tokenizer_endpoints_equal_the_tokenizer(served, engine):
     for special in (True, False):
         done = post(served, "/tokenize", prompt="17+25=<|user|>\n", add_special_tokens=special).json()

@@ -71,3 +71,10 @@ def test_what_is_no_text_or_nests_too_deeply_is_refused_by_name(compiler):
         deep = {"type": "array", "items": deep}
     with pytest.raises(ConstraintError, match="json_schema: it nests too deeply"):
         compiler.compile(Wanted(json_schema=deep))
+
+
+@pytest.mark.parametrize("wanted", [{"allowed_token_ids": (1, 258)}, {"bad_words": ((3, 258),)}])
+def test_token_ids_outside_the_vocabulary_are_refused_by_name(compiler, wanted):
+    (name,) = wanted
+    with pytest.raises(ConstraintError, match=f"{name}: token id 258 is outside the vocabulary of 258 tokens"):
+        compiler.compile(Wanted(**wanted))

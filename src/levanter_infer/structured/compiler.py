@@ -3,7 +3,7 @@
 import collections
 import json
 import threading
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import Any, NamedTuple, TypeVar
 
 from levanter_infer.structured import automaton as automata
@@ -91,6 +91,7 @@ class ConstraintCompiler:
         found, size = None, self._vocab_size
         if wanted.allowed_token_ids is not None:
             allowed = wanted.allowed_token_ids
+            _named("allowed_token_ids", lambda: self._check_ids(allowed))
             found = self._once(("allowed", allowed), lambda: automata.of_allowed(allowed, size))
         if wanted.bad_words:
             words = wanted.bad_words
@@ -115,10 +116,13 @@ class ConstraintCompiler:
                 ids = self._tokenizer.encode(text, add_special_tokens=False)
                 if ids:
                     sequences.add(tuple(ids))
-        outside = next((token for ids in sequences for token in ids if not 0 <= token < self._vocab_size), None)
+        self._check_ids(token for ids in sequences for token in ids)
+        return automata.without(sorted(sequences), self._vocab_size)
+
+    def _check_ids(self, ids: Iterable[int]) -> None:
+        outside = next((token for token in ids if not 0 <= token < self._vocab_size), None)
         if outside is not None:
             raise ConstraintError(f"token id {outside} is outside the vocabulary of {self._vocab_size} tokens")
-        return automata.without(sorted(sequences), self._vocab_size)
 
     def _of_text(self, name: str, value: Any) -> TokenAutomaton | Guide:
         return _named(name, lambda: self._text_constraint(name, value))
