@@ -14,19 +14,16 @@ import sys
 import time
 from pathlib import Path
 
+from levanter_infer.runtime.memory import process_bytes
+
 ARRAYS = 8
 WAIT_MS = 120_000
-
-
-def peak_bytes() -> int:
-    lines = (line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    return int(dict(lines)["VmHWM"].split()[0]) * 1024
 
 
 def forget_peak() -> int:
     """Let the peak begin anew (man 5 proc). Returns: resident bytes now."""
     Path("/proc/self/clear_refs").write_text("5")
-    return peak_bytes()
+    return process_bytes()[1]
 
 
 def run(index: int, port: str, way: str, mb: int, repeat: int) -> list[dict]:
@@ -62,7 +59,7 @@ def run(index: int, port: str, way: str, mb: int, repeat: int) -> list[dict]:
         seconds = time.perf_counter() - begin
         assert all(float(each[0]) == float(each[-1]) == turn + i for i, each in enumerate(got))
         store.wait_at_barrier(f"end/{turn}", WAIT_MS)
-        found.append({"s": seconds, "gb_per_s": mb / 1024 / seconds, "peak_mb": (peak_bytes() - before) >> 20})
+        found.append({"s": seconds, "gb_per_s": mb / 1024 / seconds, "peak_mb": (process_bytes()[1] - before) >> 20})
         del weights, got
     jax.distributed.shutdown()
     return [{name: round(value, 3) for name, value in each.items()} for each in found if not sends]

@@ -55,7 +55,7 @@ class Update:
     top_logprobs: list[dict[int, float]] | None
     token_versions: np.ndarray
     num_prompt_tokens: int = 0
-    """Of the request."""
+    """Tokens of the request's prompt."""
     finish_reason: str | None = None
     """Set with the last tokens of the sample."""
     stop_reason: str | int | tuple[int, ...] | None = None

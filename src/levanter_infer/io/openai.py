@@ -84,9 +84,7 @@ def body_row(
     """
     check_keys(body, _known(kind, tuple(own)), "body")
     given = {key: value for key, value in body.items() if value is not None}
-    model = given.get("model")
-    if model is not None and model not in model_names:
-        raise ValueError(f"body.model is {brief(model)}; expected one of {', '.join(model_names)}")
+    check_model(given.get("model"), model_names)
     for key, values in ONLY.items():
         if key in given and not any(type(given[key]) is type(value) and given[key] == value for value in values):
             possible = " or ".join([*(json.dumps(value) for value in values), "null"])
@@ -98,6 +96,12 @@ def body_row(
     if kind == "prompt":
         return {"id": name, "sampling": sampling} | row | _prompt(given.get(kind))
     return {"id": name, kind: _messages(given.get(kind)), "sampling": sampling} | row | _chat_keys(given)
+
+
+def check_model(model: Any, names: Sequence[str]) -> None:
+    """Raises: ValueError for a body's `model` that is none of `names`. None: the body has none, which is right too."""
+    if model is not None and model not in names:
+        raise ValueError(f"body.model is {brief(model)}; expected one of {', '.join(names)}")
 
 
 @functools.cache

@@ -66,9 +66,8 @@ class Service:
         """The application."""
         get, post = ["GET"], ["POST"]
         routes = [
-            *(
-                Route(path, self._complete, methods=post) for path in PROMPTS
-            ),  # first, because they are looked up in order
+            # Routes are tried in order: the busiest come first.
+            *(Route(path, self._complete, methods=post) for path in PROMPTS),
             Route("/", self._status, methods=get),
             Route("/health", self._health, methods=get),
             Route("/metrics", self._metrics, methods=get),

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from levanter_infer.config import check_keys
 from levanter_infer.engine.params import brief
+from levanter_infer.io.openai import check_model
 
 if TYPE_CHECKING:
     from levanter_infer.checkpoints.tokenizer import Tokenizer
@@ -33,9 +34,7 @@ class Tokenization:
         """The body of an answer; path: one of `PATHS`. Raises: ValueError that names what is wrong."""
         if not isinstance(body, dict):
             raise ValueError(f"the body is {brief(body)}; expected a JSON object")
-        model = body.get("model")
-        if model is not None and model not in self._names:
-            raise ValueError(f"body.model is {brief(model)}; expected one of {', '.join(self._names)}")
+        check_model(body.get("model"), self._names)
         return self._readers[path](body)
 
     def info(self) -> dict[str, Any]:

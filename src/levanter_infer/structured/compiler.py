@@ -159,14 +159,12 @@ class ConstraintCompiler:
             turn = self._running.setdefault(key, threading.Lock())
         try:
             with turn:
-                with self._lock:
-                    found: Any = self._known.get(key)
+                found: Any = self._recalled(key)
                 if found is None:
                     try:
                         found = make()
                     except ConstraintError as error:
                         found = error
-                with self._lock:
                     self._keep(key, found)
         finally:
             with self._lock:
@@ -175,14 +173,21 @@ class ConstraintCompiler:
             raise type(found)(*found.args)
         return found
 
+    def _recalled(self, key: Hashable) -> Any:
+        with self._lock:
+            if key not in self._known:
+                return None
+            self._known.move_to_end(key)
+            return self._known[key]
+
     def _keep(self, key: Hashable, found: Any) -> None:
-        known = self._known
-        known[key] = found
-        known.move_to_end(key)
-        size = sum(each.nbytes for each in known.values() if isinstance(each, TokenAutomaton))
-        while len(known) > 1 and (len(known) > _KEPT or size > _KEPT_BYTES):
-            _, dropped = known.popitem(last=False)
-            size -= dropped.nbytes if isinstance(dropped, TokenAutomaton) else 0
+        with self._lock:
+            known = self._known
+            known[key] = found
+            size = sum(each.nbytes for each in known.values() if isinstance(each, TokenAutomaton))
+            while len(known) > 1 and (len(known) > _KEPT or size > _KEPT_BYTES):
+                _, dropped = known.popitem(last=False)
+                size -= dropped.nbytes if isinstance(dropped, TokenAutomaton) else 0
 
 
 def _named(name: str, make: Callable[[], Result]) -> Result:
