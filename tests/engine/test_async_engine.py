@@ -70,6 +70,18 @@ def run(engine, test, **options):
     return asyncio.run(asyncio.wait_for(body(), 120))
 
 
+def test_max_round_seconds_makes_rounds_short_while_the_async_engine_has_the_engine(engine):
+    def rounds(**options) -> int:
+        before = engine.stats()["rounds"]
+        run(engine, lambda server: collect(server, request(0, max_tokens=48)), **options)
+        return engine.stats()["rounds"] - before
+
+    assert rounds(max_round_seconds=10.0) < 20
+    assert rounds(max_round_seconds=1e-9) > 40  # the second round may still be a longer one
+    with pytest.raises(ValueError, match="max_round_seconds=0: expected seconds above 0"):
+        run(engine, lambda server: server.drain(), max_round_seconds=0)
+
+
 def test_as_completed_yields_refused_first_and_all_as_alone(engine):
     requests = [request(i) for i in range(12)]
     expected = alone(engine, requests)

@@ -428,6 +428,22 @@ def test_rounds_double_until_they_take_their_time():
     assert controller.steps(False) == 1
 
 
+def test_rounds_are_limited_for_a_while_and_grow_again():
+    controller = RoundLengthController(max_steps=64, max_seconds=0.5)
+
+    def run() -> int:
+        steps = controller.steps(False)
+        controller.on_round(False, steps=steps, seconds=0.01 * steps)
+        return steps
+
+    assert [run() for _ in range(4)] == [8, 16, 32, 50]
+    with controller.limited(0.05):
+        assert [run() for _ in range(3)] == [5, 5, 5] and controller.steps(True) == 2
+    assert [run() for _ in range(5)] == [5, 10, 20, 40, 50]
+    with controller.limited(2.0):  # no rounds longer than without it
+        assert run() == 50
+
+
 def test_rounds_with_prompts_do_not_become_as_long_as_those_without():
     controller = RoundLengthController(max_steps=64, max_seconds=0.5)
     for _ in range(9):

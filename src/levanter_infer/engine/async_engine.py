@@ -169,14 +169,18 @@ class AsyncEngine:
     Args:
         engine: the engine, on devices of this process; other callers reach it through `call` alone.
         max_waiting: requests that wait, at most.
+        max_round_seconds: what a round should take, at most, where `EngineConfig.max_round_seconds` is longer. A round
+            brings all its tokens at once, and requests that come meanwhile start after it.
     """
 
-    def __init__(self, engine: InferenceEngine, *, max_waiting: int = 1024):
+    def __init__(self, engine: InferenceEngine, *, max_waiting: int = 1024, max_round_seconds: float = 0.05):
         if type(max_waiting) is not int or max_waiting < 1:
             raise ValueError(f"max_waiting={max_waiting!r}: expected a whole number of at least 1")
+        if not max_round_seconds > 0:
+            raise ValueError(f"max_round_seconds={max_round_seconds!r}: expected seconds above 0")
         if engine.backend.spans_hosts:
             raise ValueError("the mesh belongs to several processes, which must make the same calls in the same order")
-        self._engine, self._max_waiting = engine, max_waiting
+        self._engine, self._max_waiting, self._max_round_seconds = engine, max_waiting, max_round_seconds
         self._commands: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         self._unprepared: queue.SimpleQueue[_Live | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
@@ -428,7 +432,7 @@ class AsyncEngine:
 
     def _own(self) -> None:
         try:
-            with self._engine.held("AsyncEngine"):
+            with self._engine.held("AsyncEngine", self._max_round_seconds):
                 try:
                     while not self._stopping:
                         self._turn()

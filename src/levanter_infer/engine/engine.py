@@ -148,9 +148,8 @@ class InferenceEngine:
             weights_bytes=self.runner.weights_bytes,
             num_ranks=self.runner.num_ranks,
         )
-        self._scheduler = Scheduler(
-            self.shapes, self._eos, self.runner.num_ranks, max_round_seconds=self.config.max_round_seconds
-        )
+        seconds = self.config.max_round_seconds
+        self._scheduler = Scheduler(self.shapes, self._eos, self.runner.num_ranks, max_round_seconds=seconds)
         self._rounds = RoundLoop(self.runner, self._scheduler, coordinator, self._stats, self.config.host_bytes)
         has_experts = types.config.experts is not None
         has = {"has_experts": has_experts, "has_logits_mod": logits_mod is not None}
@@ -416,10 +415,8 @@ class InferenceEngine:
     @waits_for_turn
     @awake
     def drain(self) -> None:
-        """Run until the device is idle: every page is free afterwards.
-
-        Waits while another thread uses the engine, which may be as soon as the last request of this one has ended.
-        """
+        """Run until the device is idle: every page is free afterwards. Waits while another thread uses the engine,
+        which may be as soon as the last request of this one has ended."""
         self._rounds.drain()
 
     def prepare(self, request: Request) -> RequestState:
@@ -464,9 +461,12 @@ class InferenceEngine:
         check_submitted("cancel", request, self._scheduler)
         self._rounds.cancel(request)
 
-    def held(self, call: str) -> contextlib.AbstractContextManager[None]:
-        """Wait for the engine and keep it for this thread, until the context ends; `call` names it to other threads."""
-        return self._turns.taken(call, self._is_in_progress, waits=True)
+    @contextlib.contextmanager
+    def held(self, call: str, max_round_seconds: float) -> Iterator[None]:
+        """Keep the engine for this thread, once it is free; `call` names it to others. Rounds are limited meanwhile."""
+        limited = self._scheduler.round_length.limited(max_round_seconds)
+        with self._turns.taken(call, self._is_in_progress, waits=True), limited:
+            yield
 
     @property
     def admits(self) -> bool:

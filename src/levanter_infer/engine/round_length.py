@@ -1,6 +1,7 @@
 """`RoundLengthController`: how many steps fit into a round. Imports no JAX."""
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 
 _FIRST_STEPS = 8
 _FIRST_STEPS_WITH_PROMPTS = 2
@@ -29,6 +30,18 @@ class RoundLengthController:
         self._step_s = {False: 0.0, True: 0.0}
         self._balanced = {False: float(max_steps), True: float(max_steps)}
         """Steps for which all ranks have enough requests, as far as is known."""
+
+    @contextlib.contextmanager
+    def limited(self, seconds: float) -> Iterator[None]:
+        """Until the context ends rounds should take at most `seconds`, if that is less than what they may take now."""
+        before, self._max_seconds = self._max_seconds, min(seconds, self._max_seconds)
+        for kind, step_s in self._step_s.items():
+            if step_s > 0:
+                self._steps[kind] = max(1, min(self._steps[kind], int(self._max_seconds / step_s)))
+        try:
+            yield
+        finally:
+            self._max_seconds = before
 
     def steps(self, with_prompts: bool, wanted: int | None = None) -> int:
         """Steps of the next round, at most: the smaller of what fits and what is wanted. Raises: ValueError."""

@@ -28,6 +28,9 @@ class ServeConfig:
     """Names of the model in requests; answers have the first. Default: the last part of the model's path."""
     max_waiting: int = 1024
     """Requests that wait for their first token, at most; a further one is answered with 429."""
+    max_round_seconds: float = 0.05
+    """What a round of steps should take, at most, if engine.max_round_seconds is longer. A stream has one event for the
+    tokens of a round, and a request starts with the next round."""
     max_connections: int = 4096
     """Open connections, at most; a further one is answered with 503."""
     max_body_bytes: int = 8388608
@@ -56,8 +59,9 @@ class ServeConfig:
         ):
             if not low <= getattr(self, name) <= high:
                 raise ValueError(f"serve.{name}={getattr(self, name)}: expected {low} to {high}")
-        if not 0 < self.idle_timeout_s <= 1e6:
-            raise ValueError(f"serve.idle_timeout_s={self.idle_timeout_s}: expected seconds above 0, and up to 1e6")
+        for name in ("idle_timeout_s", "max_round_seconds"):
+            if not 0 < getattr(self, name) <= 1e6:
+                raise ValueError(f"serve.{name}={getattr(self, name)}: expected seconds above 0, and up to 1e6")
         if not 0 <= self.grace_s <= 1e6:
             raise ValueError(f"serve.grace_s={self.grace_s}: expected seconds from 0 to 1e6")
         if not all(self.model_names):
