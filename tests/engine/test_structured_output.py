@@ -172,7 +172,7 @@ def test_what_cannot_be_applied_is_refused_and_the_others_are_served(engine):
         (SamplingParams(regex=r"\bx"), "regex: it has at, which no automaton"),
         (SamplingParams(grammar="start: missing"), "grammar: .*missing"),
         (SamplingParams(json_schema={"type": "string", "pattern": "("}), "json_schema: "),
-        (SamplingParams(allowed_token_ids=[10_000]), "allowed_token_ids holds token id 10000, outside"),
+        (SamplingParams(allowed_token_ids=[10_000]), "allowed_token_ids: token id 10000 is outside"),
         (SamplingParams(bad_words=[[10_000]]), "bad_words: token id 10000 is outside"),
         (SamplingParams(regex="[0-9]", allowed_token_ids=[70, 0]), "regex together with .*no text of this vocabulary"),
         (

@@ -25,6 +25,6 @@ def test_weights_from_a_checkpoint_take_the_place_of_the_old_ones(tmp_path):
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["right"] and found["weights"] > 200_000_000
-    # A parameter is there three times while it is read and laid out; a second copy of the model would be six of them.
-    assert max(found["above"]) < 3.5 * found["largest"] < 0.6 * found["weights"]
+    # A parameter is there twice while it is laid out; a second copy of the model would be six of them.
+    assert max(found["above"]) < 2.5 * found["largest"] < 0.5 * found["weights"]
     assert found["above_with_a_copy"] > found["weights"]  # what this test sees if the engine keeps the old ones

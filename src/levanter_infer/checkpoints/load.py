@@ -15,6 +15,7 @@ from levanter_infer.checkpoints.levanter import is_levanter, levanter_tensors
 from levanter_infer.checkpoints.mxfp4 import dequantized
 from levanter_infer.checkpoints.source import CONFIG, Source, resolve_source
 from levanter_infer.checkpoints.weights import DTYPES, StoredTensor, enumerate_names, read_tensors, stored_tensors
+from levanter_infer.kernels.cpu import huge_pages
 from levanter_infer.layers.layout import Layout
 from levanter_infer.models.config import DecoderConfig
 from levanter_infer.models.decoder import DecoderModel
@@ -196,7 +197,7 @@ def _one_dtype(
 def _read(param: Parameter, tensors: dict[str, StoredTensor], dtype: np.dtype, layout: Layout | None) -> hax.NamedArray:
     if layout is not None and layout.mesh.size > 1:
         return _read_sharded(param, tensors, dtype, layout)
-    stacked = np.empty((len(param.sources), *param.slice.shape), dtype)
+    stacked = huge_pages.empty((len(param.sources), *param.slice.shape), dtype)  # which a CPU's arrays share
     _read_entries(param, tensors, list(zip(param.sources, stacked, strict=True)))
     return hax.NamedArray(jax.device_put(stacked.reshape([axis.size for axis in param.axes])), param.axes)
 

@@ -143,7 +143,6 @@ def validate_sampling(params: SamplingParams, limits: RequestLimits) -> None:
             )
         _check_vocabulary(f"stop_token_ids[{i}]", sequence, limits.vocab_size)
     _check_vocabulary("logit_bias", params.logit_bias or (), limits.vocab_size)
-    _check_vocabulary("allowed_token_ids", params.allowed_token_ids or (), limits.vocab_size)
     if limits.has_logits_mod and params.num_beams > 1:
         raise ValueError(f"num_beams={params.num_beams}: a search does not apply the engine's logits_mod; sample")
     if params.return_routed_experts and not limits.has_experts:

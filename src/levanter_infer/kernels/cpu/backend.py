@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from jax.core import Tracer
 from jax.experimental.multihost_utils import process_allgather
@@ -96,7 +97,9 @@ class CpuBackend(XlaBackend):
         if not bindings.supports_dtype(weight.dtype):
             raise ValueError(f'matmul="cpu" reads weights of float32 or bfloat16, not {weight.dtype}; use "xla"')
         lead = _lead(weight.shape, num_outs * num_ins)
-        return bindings.to_panels(readable(weight).reshape(*lead, num_outs, num_ins), isa_name=self.isa)
+        matrices = readable(weight)
+        matrices = matrices if isinstance(matrices, Tracer) else np.asarray(matrices)  # JAX would copy to reshape
+        return bindings.to_panels(matrices.reshape(*lead, num_outs, num_ins), isa_name=self.isa)
 
     def store_tables(self, embeddings: Array, head: Array | None) -> tuple[Array, Array | None]:
         """The head is stored in panels, of which rows can be taken too: a tied one is stored once."""
