@@ -453,6 +453,21 @@ def test_masks_leave_the_logits_of_their_tokens_alone(isa, vocab):
     np.testing.assert_array_equal(found, expected)
 
 
+@each_isa
+@pytest.mark.parametrize("vocab", [1, 7, 67, 1000, 4096, 5003])
+def test_the_best_of_masked_logits_is_that_of_those_that_the_mask_leaves(isa, vocab):
+    rng = np.random.default_rng(vocab)
+    logits = np.round(rng.standard_normal((8, vocab)), 1).astype(np.float32)  # with ties
+    allowed, masked = rng.random((8, vocab)) < 0.5, np.array([1, 1, 1, 0, 1, 0, 1, 1], bool)
+    allowed[1], allowed[2] = np.arange(vocab) == vocab - 1, False
+    logits[4, :] = -np.inf
+    call = jax.jit(functools.partial(cpu.masked_best, isa_name=isa))
+    peak, best = call(jnp.asarray(logits), jnp.asarray(packed(allowed)), jnp.asarray(masked), jnp.int32(7))
+    left = np.where(allowed | ~masked[:, None], logits, -np.inf)
+    np.testing.assert_array_equal(peak, [*left[:7].max(axis=1), 0])
+    np.testing.assert_array_equal(best, [*left[:7].argmax(axis=1), 0])
+
+
 @built
 def test_masks_of_too_few_words_are_refused():
     with pytest.raises(Exception, match="a bit for each token"):

@@ -92,6 +92,17 @@ class RowMasks(eqx.Module):
         allowed = vocab.shard_axis.own(allowed, 1)
         return jnp.where(allowed | ~self.constrained[:, None], logits, -jnp.inf)
 
+    def best(self, logits: Array, vocab: Vocabulary, backend: Backend | None, num_rows: Array) -> tuple[Array, Array]:
+        """The largest of the logits that `apply` leaves each row, f32[row], and the first token that has it, i32[row];
+        nothing of the logits' size is written. Args: as of `apply`."""
+        if backend is not None and vocab.shard_axis.mesh_axis is None:
+            found = backend.masked_best(logits, self.words, self.constrained, num_rows)
+            if found is not None:
+                return found
+        z = self.apply(logits, vocab, None, num_rows)
+        peak = vocab.shard_axis.max(jnp.max(z, axis=1))
+        return peak, vocab.first(z == peak[:, None])
+
 
 def _fitted(allowed: Array, size: int) -> Array:
     more = size - allowed.shape[1]

@@ -168,7 +168,8 @@ def sample(
         return _possible(jnp.where(greedy, best, drawn), peak), jnp.where(greedy, 0, logprobs)
 
     def take_best():
-        return _possible(_best(logits, peak, stats, vocab), peak), jnp.zeros_like(peak)
+        tokens = _possible(_best(logits, peak, stats, vocab), peak)
+        return changes.best_allowed(tokens, logits, vocab, backend, num_rows), jnp.zeros_like(peak)
 
     def process_and_choose():
         penalise = apply_penalties if kernels is None or by_rows else _penalise_by_chunks
@@ -189,12 +190,13 @@ def sample(
             )
 
     # Rows that want nothing else, the commonest, are spared the copy of the logits that processing works on: greedy
-    # ones, and where a kernel draws, all whose logits stay as they are.
+    # ones, masked or not, and where a kernel draws, all whose logits stay as they are.
     changed = changes.rows
     if kernels is None or by_rows:
         process = choose_changed_or_not if by_rows else process_and_choose
         with jax.named_scope(scopes.PROCESSED):
-            chosen, processed = jax.lax.cond(jnp.any((changed | ~greedy) & used), process, take_best)
+            copies = jnp.any((changes.rewritten | ~greedy) & used)
+            chosen, processed = jax.lax.cond(copies, process, take_best)
     else:
         chosen, processed = choose_changed_or_not()
     chosen = changes.chosen(chosen, as_read(logits), vocab)
@@ -251,13 +253,29 @@ class _Changes(NamedTuple):
         own = vocab.at(logits, self.masks.forced[:, None], -jnp.inf)[:, 0]
         return jnp.where(self.forced, _possible(self.masks.forced, own), tokens)
 
+    def best_allowed(
+        self, tokens: Array, logits: Array, vocab: Vocabulary, backend: Backend | None, num_rows: Array
+    ) -> Array:
+        """The likeliest tokens i32[row], -1 for none: those of rows that a mask changes in place of `tokens`."""
+        masks = self.masks
+        if masks is None:
+            return tokens
+
+        def allowed(tokens: Array) -> Array:
+            peak, best = masks.best(logits, vocab, backend, num_rows)
+            return jnp.where(masks.constrained, _possible(best, peak), tokens)
+
+        return run_if(jnp.any(masks.constrained & self.used), allowed, tokens)
+
+    @property
+    def rewritten(self) -> Array:
+        """Rows whose logits change other than by a mask, bool[row]."""
+        return self.penalised | self.biased | self.banned if self.modified is None else self.used
+
     @property
     def rows(self) -> Array:
         """Rows whose logits change, bool[row]."""
-        if self.modified is not None:
-            return self.used
-        changed = self.penalised | self.biased | self.banned
-        return changed if self.masks is None else changed | (self.masks.constrained & self.used)
+        return self.rewritten if self.masks is None else self.rewritten | (self.masks.constrained & self.used)
 
     def applied(
         self,

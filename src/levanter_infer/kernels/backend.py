@@ -341,6 +341,11 @@ class Backend(ABC):
         kernel for it, and XLA computes it."""
         return None
 
+    def masked_best(self, logits: Array, masks: Array, masked: Array, num_rows: Array) -> tuple[Array, Array] | None:
+        """The largest of the logits that `masked_logits` leaves each row, and the first index of it. NaN is passed
+        over. None: there is no kernel for it, and XLA computes it."""
+        return None
+
     def sampling_kernels(self, logits: Array) -> "SamplingKernels | RowKernels | None":
         """Kernels that sample from these logits f32[row, vocab]; None: there are none, and XLA computes it."""
         return None

@@ -138,6 +138,9 @@ class CpuBackend(XlaBackend):
     def masked_logits(self, logits: Array, masks: Array, masked: Array, num_rows: Array) -> Array | None:
         return bindings.masked_logits(logits, masks, masked, num_rows, isa_name=self.isa)
 
+    def masked_best(self, logits: Array, masks: Array, masked: Array, num_rows: Array) -> tuple[Array, Array] | None:
+        return bindings.masked_best(logits, masks, masked, num_rows, isa_name=self.isa)
+
     def write_kv(self, pool: Array, write: KvWrite) -> tuple[Array | None, Array]:
         """Norms, rotation and write in one call."""
         if write.rotation is None:

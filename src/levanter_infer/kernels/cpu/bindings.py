@@ -29,7 +29,8 @@ from levanter_infer.kernels.call import AttentionCall, GroupedCall, KvWrite, Lin
 from levanter_infer.kernels.cpu import huge_pages, sources
 
 _LIBRARY = "levanter_infer.kernels.cpu._native"
-_CALLS = ("linear", "grouped_linear", "combine", "place_tokens", "attention", "logit_stats", "masked_logits")
+_MATMULS, _SAMPLING = ("linear", "grouped_linear", "combine"), ("logit_stats", "masked_logits", "masked_best")
+_CALLS = (*_MATMULS, "place_tokens", "attention", *_SAMPLING)
 _DTYPES = (jnp.float32, jnp.bfloat16)
 READ_STEP = 512
 """Bytes that `read` reads at once."""
@@ -120,7 +121,7 @@ def panel_width(isa_name: str | None = None) -> int:
     return _library().levanter_infer_panel(name.encode())
 
 
-def to_panels(weight: Array, *, isa_name: str | None = None) -> Array:
+def to_panels(weight: Array | np.ndarray, *, isa_name: str | None = None) -> Array:
     """Weights in panels (see the module's docstring), as `stacked_matmul` reads them.
 
     Args:
@@ -356,6 +357,21 @@ def masked_logits(logits: Array, masks: Array, masked: Array, num_rows: Array, *
         "levanter_infer_masked_logits", jax.ShapeDtypeStruct(logits.shape, jnp.float32), vmap_method="sequential"
     )
     return call(logits, num_rows.astype(jnp.int32), masks, masked.astype(jnp.int32), isa=isa_name or isa())
+
+
+def masked_best(
+    logits: Array, masks: Array, masked: Array, num_rows: Array, *, isa_name: str | None = None
+) -> tuple[Array, Array]:
+    """The largest logit that each row's mask allows, and the first token that has it. Args: as of `masked_logits`.
+
+    Returns: f32[row], -inf where the mask allows no other; i32[row]. NaN is passed over. Rows from `num_rows` on get 0
+        and 0.
+    """
+    rows = logits.shape[0]
+    results = [jax.ShapeDtypeStruct((rows,), dtype) for dtype in (jnp.float32, jnp.int32)]
+    call = jax.ffi.ffi_call("levanter_infer_masked_best", results, vmap_method="sequential")
+    peak, best = call(logits, num_rows.astype(jnp.int32), masks, masked.astype(jnp.int32), isa=isa_name or isa())
+    return peak, best
 
 
 def read(memory: np.ndarray, times: int, threads: int, *, isa_name: str | None = None) -> None:

@@ -112,6 +112,8 @@ struct Kernels {
   void (*place_bf16)(const PlaceArgs&, int64_t token, float* scratch);
   void (*row_stats)(const float* logits, int64_t size, float* peak, float* total, int32_t* best);
   void (*mask_row)(const float* logits, const uint32_t* mask, int64_t words, int64_t size, float* to);
+  void (*masked_best)(const float* logits, const uint32_t* mask, int64_t words, int64_t size, float* peak,
+                      int32_t* best);
   void (*add_weighted)(const float* x, float weight, int64_t size, bool first, float* y);
   uint32_t (*read_all)(const char* from, int64_t size);
   int64_t (*multiply_adds)(int64_t times, float factor, float* seen);
@@ -533,19 +535,25 @@ ffi::Error logit_stats(ffi::ThreadPool threads, ffi::Buffer<ffi::F32> logits, ff
   return ffi::Error::Success();
 }
 
+// What is wrong with the arguments of `masked_logits` and `masked_best`; null: nothing.
+const char* wrong_masks(const ffi::Buffer<ffi::F32>& logits, const ffi::Buffer<ffi::U32>& masks,
+                        const ffi::Buffer<ffi::S32>& masked) {
+  if (logits.dimensions().size() != 2) return "masked logits: logits are not [rows, vocab]";
+  const int64_t rows = logits.dimensions()[0], vocab = logits.dimensions()[1];
+  if (masks.dimensions().size() != 2 || masks.dimensions()[0] != rows || masks.dimensions()[1] * 32 < vocab)
+    return "masked logits: masks are not [rows, words] with a bit for each token";
+  if (masks.dimensions()[1] % MASK_WORDS != 0) return "masked logits: masks have no multiple of 128 words";
+  if (masked.dimensions().size() != 1 || masked.dimensions()[0] != rows) return "masked logits: masked is not [rows]";
+  return nullptr;
+}
+
 // Arguments: logits f32[rows, vocab]; used i32[], rows in use; masks u32[rows, words]; masked i32[rows], not 0 in rows
 // that have a mask. Result: the logits, with -inf where a row in use has a mask without the token's bit.
 ffi::Error masked_logits(ffi::ThreadPool threads, ffi::Buffer<ffi::F32> logits, ffi::Buffer<ffi::S32> used,
                          ffi::Buffer<ffi::U32> masks, ffi::Buffer<ffi::S32> masked, ffi::ResultBuffer<ffi::F32> results,
                          std::string_view isa) {
-  if (logits.dimensions().size() != 2) return invalid("masked_logits: logits are not [rows, vocab]");
-  const int64_t rows = logits.dimensions()[0], vocab = logits.dimensions()[1];
-  if (masks.dimensions().size() != 2 || masks.dimensions()[0] != rows || masks.dimensions()[1] * 32 < vocab)
-    return invalid("masked_logits: masks are not [rows, words] with a bit for each token");
-  const int64_t words = masks.dimensions()[1];
-  if (words % MASK_WORDS != 0) return invalid("masked_logits: masks have no multiple of 128 words");
-  if (masked.dimensions().size() != 1 || masked.dimensions()[0] != rows)
-    return invalid("masked_logits: masked is not [rows]");
+  if (const char* wrong = wrong_masks(logits, masks, masked)) return invalid(wrong);
+  const int64_t rows = logits.dimensions()[0], vocab = logits.dimensions()[1], words = masks.dimensions()[1];
   if (results->element_count() != logits.element_count())
     return invalid("masked_logits: results are not [rows, vocab]");
   const int64_t counted = std::clamp<int64_t>(*used.typed_data(), 0, rows);
@@ -558,6 +566,29 @@ ffi::Error masked_logits(ffi::ThreadPool threads, ffi::Buffer<ffi::F32> logits, 
     else
       std::copy(from, from + vocab, to);
   });
+  return ffi::Error::Success();
+}
+
+// Arguments as of `masked_logits`. Results, [rows]: the largest logit that a row's mask allows, and its first index; of
+// the whole row without a mask; 0 and 0 for rows that are not in use.
+ffi::Error masked_best(ffi::ThreadPool threads, ffi::Buffer<ffi::F32> logits, ffi::Buffer<ffi::S32> used,
+                       ffi::Buffer<ffi::U32> masks, ffi::Buffer<ffi::S32> masked, ffi::ResultBuffer<ffi::F32> peaks,
+                       ffi::ResultBuffer<ffi::S32> best, std::string_view isa) {
+  if (const char* wrong = wrong_masks(logits, masks, masked)) return invalid(wrong);
+  const int64_t rows = logits.dimensions()[0], vocab = logits.dimensions()[1], words = masks.dimensions()[1];
+  for (const auto shape : {peaks->dimensions(), best->dimensions()})
+    if (shape.size() != 1 || shape[0] != rows) return invalid("masked_best: results are not [rows]");
+  const int64_t counted = std::clamp<int64_t>(*used.typed_data(), 0, rows);
+  const Kernels& kernels = kernels_for(isa);
+  const std::vector<uint32_t> all(words, ~0u);
+  float* peak = peaks->typed_data();
+  int32_t* index = best->typed_data();
+  Workers::shared().run(threads.num_threads(), counted, [&](int64_t row) {
+    const uint32_t* mask = masked.typed_data()[row] != 0 ? masks.typed_data() + row * words : all.data();
+    kernels.masked_best(logits.typed_data() + row * vocab, mask, words, vocab, peak + row, index + row);
+  });
+  std::fill(peak + counted, peak + rows, 0.0f);
+  std::fill(index + counted, index + rows, 0);
   return ffi::Error::Success();
 }
 
@@ -704,6 +735,17 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(levanter_infer_masked_logits, levanter_infer::mask
                                   .Arg<ffi::Buffer<ffi::U32>>()
                                   .Arg<ffi::Buffer<ffi::S32>>()
                                   .Ret<ffi::Buffer<ffi::F32>>()
+                                  .Attr<std::string_view>("isa"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(levanter_infer_masked_best, levanter_infer::masked_best,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Arg<ffi::Buffer<ffi::U32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Ret<ffi::Buffer<ffi::F32>>()
+                                  .Ret<ffi::Buffer<ffi::S32>>()
                                   .Attr<std::string_view>("isa"));
 
 #pragma GCC visibility pop
