@@ -5,6 +5,7 @@ import logging
 import math
 import re
 import select
+import signal
 import uuid
 from datetime import datetime
 
@@ -229,6 +230,16 @@ def test_a_template_that_cannot_be_compiled_is_tried_three_times(monkeypatch):
         with pytest.raises(ValueError, match="chat template failed: it takes too long"):
             template.render([USER])
     assert len(started) == 3
+
+
+def test_processor_time_is_limited_where_the_parent_ignores_and_blocks_the_signal():
+    before = signal.signal(signal.SIGPROF, signal.SIG_IGN), signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGPROF])
+    try:
+        with pytest.raises(ValueError, match="chat template failed: it takes too long"):
+            ChatTemplate("{{ a }}" * 100_000, cpu_s=0.05).render([USER])
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before[1])
+        signal.signal(signal.SIGPROF, before[0])
 
 
 def test_an_interrupted_chat_leaves_no_answer_to_the_next(monkeypatch):

@@ -439,7 +439,7 @@ def test_rounds_are_limited_for_a_while_and_grow_again():
     assert [run() for _ in range(4)] == [8, 16, 32, 50]
     with controller.limited(0.05):
         assert [run() for _ in range(3)] == [5, 5, 5] and controller.steps(True) == 2
-    assert [run() for _ in range(5)] == [5, 10, 20, 40, 50]
+    assert [run() for _ in range(2)] == [50, 50]
     with controller.limited(2.0):  # no rounds longer than without it
         assert run() == 50
 
@@ -452,6 +452,21 @@ def test_rounds_with_prompts_do_not_become_as_long_as_those_without():
     assert (controller.steps(False), controller.steps(True)) == (64, 5)
     controller.on_round(False, steps=0, seconds=3.0)
     assert controller.steps(False) == 64
+
+
+def test_rounds_that_could_compute_prompts_and_do_not_grow_within_bounds():
+    controller = RoundLengthController(max_steps=64, max_seconds=0.05)
+    controller.on_round(True, steps=2, seconds=0.1)  # a step with a prompt chunk takes 50 ms
+    assert controller.steps(True) == 1
+    lens = []
+    for _ in range(5):
+        lens.append(controller.steps(True))
+        controller.on_round(False, steps=lens[-1], seconds=0.003 * lens[-1], expected_prompts=True)
+    assert lens == [1, 2, 4, 8, 8]  # eight would take 0.4 s if all of them computed prompts
+    controller.on_round(True, steps=8, seconds=0.1 + 6 * 0.003, expected_prompts=True)
+    assert controller.steps(True) == 3
+    controller.on_round(False, steps=3, seconds=0.09, expected_prompts=True)  # as slow as those with prompts
+    assert controller.steps(True) == 3
 
 
 def test_rounds_of_several_ranks_get_as_long_as_their_requests_suffice():

@@ -197,7 +197,10 @@ def _one_dtype(
 def _read(param: Parameter, tensors: dict[str, StoredTensor], dtype: np.dtype, layout: Layout | None) -> hax.NamedArray:
     if layout is not None and layout.mesh.size > 1:
         return _read_sharded(param, tensors, dtype, layout)
-    stacked = huge_pages.empty((len(param.sources), *param.slice.shape), dtype)  # which a CPU's arrays share
+    # An engine lays out arrays of its own, and on a CPU these may share their memory with NumPy. Without a layout the
+    # model may be donated to a training step, which cannot reuse shared memory: `device_put` copies other arrays.
+    empty = np.empty if layout is None else huge_pages.empty
+    stacked = empty((len(param.sources), *param.slice.shape), dtype)
     _read_entries(param, tensors, list(zip(param.sources, stacked, strict=True)))
     return hax.NamedArray(jax.device_put(stacked.reshape([axis.size for axis in param.axes])), param.axes)
 

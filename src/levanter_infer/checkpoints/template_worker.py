@@ -90,6 +90,8 @@ def limit_process(memory_bytes: int) -> None:
 def limit_time(cpu_s: float) -> None:
     """Die of SIGPROF after `cpu_s` more seconds of processor time, whatever the interpreter is doing; 0: no limit."""
     if hasattr(signal, "setitimer"):
+        signal.signal(signal.SIGPROF, signal.SIG_DFL)  # libtpu ignores it, and a child inherits that
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGPROF])
         signal.setitimer(signal.ITIMER_PROF, cpu_s)
 
 

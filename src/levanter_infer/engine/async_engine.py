@@ -176,7 +176,7 @@ class AsyncEngine:
     def __init__(self, engine: InferenceEngine, *, max_waiting: int = 1024, max_round_seconds: float = 0.05):
         if type(max_waiting) is not int or max_waiting < 1:
             raise ValueError(f"max_waiting={max_waiting!r}: expected a whole number of at least 1")
-        if not max_round_seconds > 0:
+        if type(max_round_seconds) not in (int, float) or not max_round_seconds > 0:
             raise ValueError(f"max_round_seconds={max_round_seconds!r}: expected seconds above 0")
         if engine.backend.spans_hosts:
             raise ValueError("the mesh belongs to several processes, which must make the same calls in the same order")

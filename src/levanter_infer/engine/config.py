@@ -88,7 +88,8 @@ class EngineConfig:
     max_round_steps: int = 64
     """Steps of one launch, at most."""
     max_round_seconds: float = 0.5
-    """Longest round: cancellation takes effect between rounds; the steps per round adapt to stay under this time."""
+    """Longest round: cancellation takes effect between rounds; the steps per round adapt to stay under this time. An
+    `AsyncEngine` and a server have shorter ones (`serve.max_round_seconds`)."""
     recompilation: str = "error"
     """Reaction to a recompilation in a warm engine, which no request can cause: error or warn."""
     max_logprobs: int = 20

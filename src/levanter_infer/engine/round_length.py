@@ -10,6 +10,8 @@ _MAX_IDLE = 0.05
 _LONGER, _MIN_LONGER = 0.03, 0.25
 """Growth from one round to the next, as a fraction and in steps: one round that is too long costs as much as many that
 are a little too short."""
+_MOST_OVERSHOOT = 8
+"""How many times its time a round takes at most, if it computes prompts after rounds that could have and did not."""
 
 
 class RoundLengthController:
@@ -34,7 +36,8 @@ class RoundLengthController:
     @contextlib.contextmanager
     def limited(self, seconds: float) -> Iterator[None]:
         """Until the context ends rounds should take at most `seconds`, if that is less than what they may take now."""
-        before, self._max_seconds = self._max_seconds, min(seconds, self._max_seconds)
+        before, steps = self._max_seconds, dict(self._steps)
+        self._max_seconds = min(seconds, self._max_seconds)
         for kind, step_s in self._step_s.items():
             if step_s > 0:
                 self._steps[kind] = max(1, min(self._steps[kind], int(self._max_seconds / step_s)))
@@ -42,6 +45,7 @@ class RoundLengthController:
             yield
         finally:
             self._max_seconds = before
+            self._steps = {kind: max(own, steps[kind]) for kind, own in self._steps.items()}
 
     def steps(self, with_prompts: bool, wanted: int | None = None) -> int:
         """Steps of the next round, at most: the smaller of what fits and what is wanted. Raises: ValueError."""
@@ -75,10 +79,16 @@ class RoundLengthController:
         elif longest > 1:
             self._balanced[with_prompts] = max(1.0, longest / 2)
 
-    def on_round(self, with_prompts: bool, steps: int, seconds: float) -> None:
-        """Learn from a round: whether it computed prompts, its steps, and what it took."""
+    def on_round(self, with_prompts: bool, steps: int, seconds: float, *, expected_prompts: bool = False) -> None:
+        """Learn from a round: whether it computed prompts, its steps, what it took, and whether it could have computed
+        prompts when it was launched."""
         if steps == 0:
             return
         self._step_s[with_prompts] = seconds / steps
         fitting = int(self._max_seconds * steps / seconds)
         self._steps[with_prompts] = max(1, min(fitting, 2 * self._steps[with_prompts], self._max_steps))
+        if expected_prompts and not with_prompts:
+            # Requests wait, and all slots decode: such rounds need not be as short as if each step computed a prompt.
+            slowest = self._step_s[True] or seconds / steps
+            fitting = min(fitting, int(_MOST_OVERSHOOT * self._max_seconds / slowest))
+            self._steps[True] = max(self._steps[True], min(fitting, 2 * self._steps[True], self._max_steps))

@@ -39,6 +39,8 @@ class Launched:
     """Its expected time on the device."""
     version: int
     """Number of the weights."""
+    with_prompts: bool
+    """Whether it could compute prompts, as far as was known."""
 
 
 class RoundLoop:
@@ -156,6 +158,7 @@ class RoundLoop:
             launch_s=end - begin,
             expected_s=self._scheduler.round_length.seconds(with_prompts, max_steps),
             version=self.version,
+            with_prompts=with_prompts,
         )
         self._rounds += 1
         self._stats.on_time(launch=launched.launch_s)
@@ -187,7 +190,11 @@ class RoundLoop:
         self._last_end = end
         steps, prompt_steps = self._stats.on_round(outputs, seconds)
         self._scheduler.on_round(
-            steps=steps, prompt_steps=prompt_steps, seconds=seconds, rank_steps=self._stats.rank_steps
+            steps=steps,
+            prompt_steps=prompt_steps,
+            seconds=seconds,
+            rank_steps=self._stats.rank_steps,
+            expected_prompts=launched.with_prompts,
         )
         searches = self._scheduler.finished_searches(outputs.ranks, launched.round_id, launched.version)
         self._enter_hypotheses(searches)

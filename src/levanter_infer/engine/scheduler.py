@@ -240,15 +240,24 @@ class Scheduler:
             for sample in rank.collect(of_rank, round_id, version)
         ]
 
-    def on_round(self, *, steps: int, prompt_steps: int, seconds: float, rank_steps: Sequence[int]) -> None:
+    def on_round(
+        self,
+        *,
+        steps: int,
+        prompt_steps: int,
+        seconds: float,
+        rank_steps: Sequence[int],
+        expected_prompts: bool = False,
+    ) -> None:
         """Learn from a round how long the next ones may be. Before `collect`.
 
         Args:
             steps, prompt_steps: its steps, and those that computed prompt tokens.
             seconds: what it took.
             rank_steps: steps of each rank; empty if there is one.
+            expected_prompts: `has_prompts` when it was launched.
         """
-        self.round_length.on_round(prompt_steps > 0, steps, seconds)
+        self.round_length.on_round(prompt_steps > 0, steps, seconds, expected_prompts=expected_prompts)
         self.round_length.on_ranks(prompt_steps > 0, rank_steps if self.has_backlog else [])
 
     def pop_recorded(self) -> list[tuple[SampleState, int]]:
