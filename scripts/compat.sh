@@ -1,13 +1,16 @@
 #!/usr/bin/env bash
 # Makes the environments of our neighbours from nothing, installs us beside them, and tries both sides. Needs the network.
 #
-#   ./scripts/compat.sh [levanter] [transformers] [tunix]     by default all, one after the other: 20 minutes on two cores
+#   ./scripts/compat.sh [levanter] [transformers] [tunix] [clients]  by default all, one after the other: 30 minutes on
+#                                                                    two cores
 #
 # levanter:      Python 3.12 or newer with marin-levanter. Its trainer still imports, `pip check` says what it said before
 #                us, and its models are sampled with the tokens and log probabilities of its own forward.
 # transformers:  Python 3.11 with transformers 5, datasets and lm-eval. `pip check` is clean, and the README's command runs.
 # tunix:         Python 3.11 with google-tunix. `pip check` is clean, and tests/test_tunix.py passes: the rollout worker with
 #                Tunix' own base class, configuration and tokenizer adapter.
+# clients:       Python 3.11 with guidellm and schemathesis. The command of docs/serving.md loads a server, and 10,000 requests
+#                from its own description find no fault in it.
 #
 # $COMPAT_DIR: where the environments are made, by default a temporary folder that is removed. $PYTHON312 and $PYTHON311
 # name the interpreters. $COMPAT_RUN is put before the commands that compute, such as nice.
@@ -101,11 +104,24 @@ tunix() {
   ${COMPAT_RUN:-} "$python" -m pytest -o pythonpath=. -p no:cacheprovider tests/test_tunix.py
 }
 
-for part in "${@:-levanter transformers tunix}"; do
+clients() {
+  new_environment clients "$(find_python 3.11 "${PYTHON311:-}")"
+  install torch==2.13.0 # guidellm wants one, and pip would choose the one with CUDA
+  install guidellm==0.8.1 schemathesis==4.32.5
+  "$python" -m pip check >"$folder/before" || true
+  install "$repository[serve,structured]"
+  check_dependencies "$folder/before"
+  install "pytest>=8,<10" "pytest-timeout>=2.3,<3" "hypothesis>=6.100,<7"
+  "$python" -m pip list --format=freeze 2>/dev/null | grep -E '^(guidellm|schemathesis|starlette|uvicorn|jax)==' | xargs
+  ${COMPAT_RUN:-} "$python" -m pytest -s -o pythonpath=. -p no:cacheprovider tests/serve/test_guidellm.py
+  ${COMPAT_RUN:-} "$python" scripts/fuzz_server.py --requests 5200 --schemathesis "$python"
+}
+
+for part in "${@:-levanter transformers tunix clients}"; do
   for name in $part; do
     case $name in
-      levanter | transformers | tunix) "$name" ;;
-      *) fail "$name: expected levanter, transformers or tunix" ;;
+      levanter | transformers | tunix | clients) "$name" ;;
+      *) fail "$name: expected levanter, transformers, tunix or clients" ;;
     esac
   done
 done
