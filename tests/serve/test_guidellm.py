@@ -1,4 +1,4 @@
-"""guidellm, unmodified, by the command of docs/serving.md; skipped where it is missing (`scripts/compat.sh clients`)."""
+"""guidellm, unmodified, by the command of docs/serving.md; skipped where it is missing (scripts/compat.sh clients)."""
 
 import json
 import re
