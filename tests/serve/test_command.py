@@ -12,7 +12,9 @@ from pathlib import Path
 import httpx
 import pytest
 
+from levanter_infer import SamplingParams
 from levanter_infer.cli.common import parse_arguments
+from levanter_infer.cli.session import make_engine
 from levanter_infer.config import load_config
 from levanter_infer.policies import ToolCallParser
 from levanter_infer.serve.__main__ import allow_files
@@ -87,3 +89,17 @@ def test_tool_call_parser_is_read_and_checked():
         assert load_config(*given, ServeRunConfig).serve.tool_call_parser == name
     with pytest.raises(ValueError, match="tool_call_parser='x': expected none, hermes, llama3_json or mistral"):
         ServeConfig(tool_call_parser="x")
+
+
+def test_what_is_compiled_ahead_is_not_compiled_by_the_first_request():
+    words = ["--model", "models/tiny", "--serve.compile_ahead", "[constraints, scoring]"]
+    words += ["--engine.max_seqs", "2", "--engine.max_seq_len", "32", "--engine.max_step_tokens", "16"]
+    config = load_config(*parse_arguments("serve", words, ServeRunConfig, {}), ServeRunConfig)
+    engine = make_engine(config, 0, ahead=config.serve.compile_ahead)
+    engine.warmup()
+    before = engine.stats()["compilations"]
+    asked = [SamplingParams(max_tokens=4, regex="[0-9]{2}"), SamplingParams(max_tokens=2, prompt_logprobs=0)]
+    assert not any(output.error for output in engine.generate(["17+25=", "3+4="], asked))
+    assert engine.stats()["compilations"] == before
+    with pytest.raises(ValueError, match="serve.compile_ahead has 'beams'; expected constraints, scoring, routing"):
+        ServeConfig(compile_ahead=["beams"])

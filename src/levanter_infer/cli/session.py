@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from levanter_infer.config import RunConfig
@@ -47,11 +47,14 @@ def join(config: RunConfig, orderly: tuple[type[BaseException], ...] = ()) -> It
 
 
 @gc_disabled()
-def make_engine(config: RunConfig, num_rows: int, hosts: Hosts | None = None) -> "InferenceEngine":
+def make_engine(
+    config: RunConfig, num_rows: int, hosts: Hosts | None = None, ahead: Iterable[str] = ()
+) -> "InferenceEngine":
     """Load model and tokenizer, make an engine, and print its choices.
 
     Args:
         hosts: processes that each make one; with `multihost.layout: per_host` on their own devices.
+        ahead: `scoring`, `constraints` or `routing`: arguments of `InferenceEngine` that are true in any case.
     Raises: ValueError for a wrong configuration, model or tokenizer; HostsDiffer.
     """
     from levanter_infer.checkpoints.generation import suggested_sampling
@@ -95,7 +98,7 @@ def make_engine(config: RunConfig, num_rows: int, hosts: Hosts | None = None) ->
             "scoring": config.sampling.prompt_logprobs is not None,
             "constraints": config.sampling.is_constrained,
             "routing": config.sampling.return_routed_experts and model.types.config.experts is not None,
-        }
+        } | dict.fromkeys(ahead, True)
         per_host = hosts is not None and config.multihost.layout == PER_HOST
         mesh = make_mesh(config.mesh, local=True) if per_host else config.mesh
         engine = InferenceEngine(model, tokenizer, engine_config, seed=seed, mesh=mesh, hosts=hosts, **asked)

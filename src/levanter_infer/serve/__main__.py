@@ -63,7 +63,7 @@ def run(config: ServeRunConfig) -> int:
         ) from e
     key = config.serve.api_key()
     listener = _listener(config)
-    engine = make_engine(config, 0)
+    engine = make_engine(config, 0, ahead=config.serve.compile_ahead)
     engine.warmup()
 
     from levanter_infer.engine.async_engine import AsyncEngine

@@ -11,6 +11,8 @@ from levanter_infer.policies import ToolCallParser
 
 API_KEY = "LEVANTER_INFER_API_KEY"
 """Environment variable with the API key."""
+COMPILED_AHEAD = ("constraints", "scoring", "routing")
+"""Arguments of `InferenceEngine` that say what it is compiled for at once."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,6 +44,10 @@ class ServeConfig:
     its connection is closed."""
     tool_call_parser: str = "none"
     """How the model writes tool calls: hermes, llama3_json, mistral, or none, where calls stay text."""
+    compile_ahead: list[str] = dataclasses.field(default_factory=list)
+    """What to compile before the first request: constraints (structured output), scoring (`prompt_logprobs`, or `echo`
+    with `logprobs`) and routing (`return_routed_experts`). Else the first request that asks for it has the programs
+    compiled again, and all others wait meanwhile."""
     grace_s: float = 30.0
     """Seconds that requests in progress have to end after SIGTERM; then they are aborted."""
 
@@ -50,6 +56,9 @@ class ServeConfig:
             raise ValueError(
                 f"serve.tool_call_parser={brief(self.tool_call_parser)}: expected {ToolCallParser.listed()}"
             )
+        for part in self.compile_ahead:
+            if part not in COMPILED_AHEAD:
+                raise ValueError(f"serve.compile_ahead has {brief(part)}; expected {', '.join(COMPILED_AHEAD)}")
         for name, low, high in (
             ("port", 0, 65535),
             ("max_waiting", 1, 2**31 - 1),
