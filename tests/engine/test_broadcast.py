@@ -1,6 +1,7 @@
 """Weights from another process: a trainer and an engine in two processes of `jax.distributed`."""
 
 import json
+import statistics
 
 import pytest
 
@@ -23,4 +24,8 @@ def test_a_hundred_swaps_from_another_process_neither_compile_nor_grow(tmp_path)
         # An array of a swap may live until the next one, and the engine keeps a few small uploads for many rounds. The
         # smallest parameter has 1 KiB: kept at each swap, it would be 60 of them.
         assert min(found["live"][-SETTLED:]) - min(found["live"][SETTLED : 2 * SETTLED]) < 1024
-        assert max(found["resident"][SETTLED:]) - found["resident"][SETTLED - 1] < KEPT
+        # Medians: from one swap to the next resident memory goes up and down by up to 9 MB, on a level
+        grown = statistics.median(found["resident"][-SETTLED:]) - statistics.median(
+            found["resident"][SETTLED : 2 * SETTLED]
+        )
+        assert grown < KEPT
