@@ -265,7 +265,7 @@ class _Changes(NamedTuple):
             peak, best = masks.best(logits, vocab, backend, num_rows)
             return jnp.where(masks.constrained, _possible(best, peak), tokens)
 
-        return run_if(jnp.any(masks.constrained & self.used), allowed, tokens)
+        return run_if(jnp.any(self._masked), allowed, tokens)
 
     @property
     def rewritten(self) -> Array:
@@ -275,7 +275,13 @@ class _Changes(NamedTuple):
     @property
     def rows(self) -> Array:
         """Rows whose logits change, bool[row]."""
-        return self.rewritten if self.masks is None else self.rewritten | (self.masks.constrained & self.used)
+        return self.rewritten if self.masks is None else self.rewritten | self._masked
+
+    @property
+    def _masked(self) -> Array:
+        """Rows whose logits a mask changes, bool[row]. Requires: there are masks."""
+        assert self.masks is not None
+        return self.masks.constrained & self.used
 
     def applied(
         self,
@@ -303,7 +309,7 @@ class _Changes(NamedTuple):
         def masked(z: Array) -> Array:
             return as_read(masks.apply(z, vocab, backend, num_rows))
 
-        return as_read(run_if(jnp.any(masks.constrained & self.used), masked, z))
+        return as_read(run_if(jnp.any(self._masked), masked, z))
 
 
 def _possible(tokens: Array, peak: Array) -> Array:

@@ -80,8 +80,8 @@ def run(config: ServeRunConfig) -> int:
         parser = RowParser(dataclasses.replace(config.sampling, seed=None), chat_settings(config))
         reader = CallReader(parser, tools, names, config.serve.max_prompts)
         answers = Answers(names[0], engine.tokenizer)
-        limits = {name: getattr(config.serve, name) for name in ("max_waiting", "max_round_seconds")}
-        async with AsyncEngine(engine, **limits) as running:
+        waiting, seconds = config.serve.max_waiting, config.serve.max_round_seconds
+        async with AsyncEngine(engine, max_waiting=waiting, max_round_seconds=seconds) as running:
             facts = {"engine": engine.describe()}
             tokenization = Tokenization(engine.tokenizer, engine.shapes.max_seq_len, names)
             service = Service(running, answers, reader, config.serve, tokenization, api_key=key, facts=facts)

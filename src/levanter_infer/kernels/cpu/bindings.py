@@ -29,8 +29,16 @@ from levanter_infer.kernels.call import AttentionCall, GroupedCall, KvWrite, Lin
 from levanter_infer.kernels.cpu import huge_pages, sources
 
 _LIBRARY = "levanter_infer.kernels.cpu._native"
-_MATMULS, _SAMPLING = ("linear", "grouped_linear", "combine"), ("logit_stats", "masked_logits", "masked_best")
-_CALLS = (*_MATMULS, "place_tokens", "attention", *_SAMPLING)
+_CALLS = (
+    "linear",
+    "grouped_linear",
+    "combine",
+    "place_tokens",
+    "attention",
+    "logit_stats",
+    "masked_logits",
+    "masked_best",
+)
 _DTYPES = (jnp.float32, jnp.bfloat16)
 READ_STEP = 512
 """Bytes that `read` reads at once."""
