@@ -11,7 +11,7 @@ from levanter_infer.batch.job import count
 from levanter_infer.batch.openai import ResultLines, as_row
 from levanter_infer.columns import encode_row
 from levanter_infer.engine.params import SamplingParams
-from levanter_infer.engine.request import NOT_FINITE, Completion, Request, RequestOutput
+from levanter_infer.engine.request import NO_TOKEN, NOT_FINITE, Completion, Request, RequestOutput
 from levanter_infer.io.prompts import Row, RowParser
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -189,7 +189,7 @@ class Letters:
         return {200: b"\xc3", 5: b""}.get(token_id, bytes([token_id]))
 
 
-def result(url=CHAT, error=None, reason="stop", n=1, **sampling):
+def result(url=CHAT, error=None, reason="stop", why=NOT_FINITE, n=1, **sampling):
     """A line of the output for a request to `url`."""
     kind = {"messages": MESSAGES} if url == CHAT else {"prompt": "x"}
     params = SamplingParams(n=n, **sampling)
@@ -200,7 +200,7 @@ def result(url=CHAT, error=None, reason="stop", n=1, **sampling):
             token_ids=[104, 200],
             text="h",
             finish_reason=reason,
-            error=NOT_FINITE if reason == "error" else None,
+            error=why if reason == "error" else None,
             logprobs=np.asarray([-0.25, -np.inf], np.float32),
             processed_logprobs=np.zeros(2, np.float32),
             top_logprobs=[{104: -0.25, 5: -1.5}, {105: -0.5, 106: -np.inf}] if k else None,
@@ -253,6 +253,7 @@ def test_log_probabilities_have_openais_shape():
         ({"error": "too long"}, 400, "invalid_request_error", "too long"),
         ({"error": "unreadable"}, 400, "invalid_request_error", "unreadable"),
         ({"reason": "error"}, 500, "server_error", "not finite"),
+        ({"reason": "error", "why": NO_TOKEN}, 400, "invalid_request_error", "no token can follow"),
         ({"reason": "abort"}, 408, "timeout", "before its answer was complete"),
     ],
 )

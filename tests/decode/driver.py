@@ -57,7 +57,7 @@ def programs(shapes: Shapes = SHAPES):
 
     def step(leaves, tokens, finite):
         state, plan, source, target = schedule(state_of(leaves), shapes)
-        sampled = dataclasses.replace(empty_sample(shapes), tokens=tokens, finite=finite)
+        sampled = dataclasses.replace(empty_sample(shapes), tokens=tokens, finite=finite, possible=finite)
         ring = OutputRing.init(shapes.ring_size, 1)
         state, _, _ = append(state, ring, plan, sampled, shapes)
         # One array, because every array that leaves the device costs more than all that it holds.

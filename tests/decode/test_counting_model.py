@@ -105,7 +105,7 @@ def pick(logits, rows, history, *, max_top, stats, vocab, backend, modified=None
     finite = jnp.isfinite(logits).all(axis=1)
     logprob = jnp.where(finite, -token.astype(jnp.float32), jnp.nan)
     top = jnp.broadcast_to(token[:, None], (token.shape[0], max_top))
-    return SampleOutput(token, logprob, 2 * logprob, top, jnp.broadcast_to(logprob[:, None], top.shape), finite)
+    return SampleOutput(token, logprob, 2 * logprob, top, jnp.broadcast_to(logprob[:, None], top.shape), finite, finite)
 
 
 @functools.lru_cache

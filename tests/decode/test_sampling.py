@@ -99,18 +99,18 @@ def test_neighbours_of_faulty_rows_keep_their_bits():
         if slot not in faults:
             assert_same_bits(out, slot, healthy, slot)
             continue
-        assert not out["finite"][slot]
+        assert not out["finite"][slot] and not out["possible"][slot]
         assert out["tokens"][slot] == 0 and out["logprobs"][slot] == 0 and out["processed_logprobs"][slot] == 0
         assert (out["top_ids"][slot] == VOCAB).all() and (out["top_logprobs"][slot] == 0).all()
     assert healthy["finite"].all()
 
 
-def test_row_without_any_possible_token_after_bans_is_not_finite():
+def test_a_row_without_any_possible_token_after_bans_has_none_though_it_is_finite():
     logits = np.full((SLOTS, VOCAB), -np.inf, np.float32)
     logits[:, EOS] = 1.0
     params = [SamplingParams(min_tokens=64), SamplingParams()] + [SamplingParams(temperature=0, min_tokens=64)] * 7
     out = run([0, 1, 2], logits, params)
-    assert out["finite"].tolist() == [False, True, False]
+    assert out["possible"].tolist() == [False, True, False] and out["finite"].all()
     assert out["tokens"].tolist() == [0, EOS, 0]
 
 
@@ -434,10 +434,11 @@ def test_a_forced_row_gets_what_masking_and_drawing_would_give_it(backend):
         forced = np.where(np.arange(SLOTS) == 8, VOCAB, forced_tokens(words, VOCAB))
         assert set(np.flatnonzero(forced == VOCAB)) == {*several, 8}
         ours, theirs = sampled(words, forced), sampled(words, np.full(SLOTS, VOCAB, np.int32))
-        for name in ("tokens", "finite", "logprobs", "processed_logprobs", "top_ids", "top_logprobs"):
+        for name in ("tokens", "finite", "possible", "logprobs", "processed_logprobs", "top_ids", "top_logprobs"):
             np.testing.assert_array_equal(getattr(ours, name), getattr(theirs, name), err_msg=name)
-        finite = np.asarray(ours.finite)
-        assert not finite[3] and (finite[5], finite[6]) == (5 in several, 6 in several)
-        alone = np.flatnonzero(finite & (forced < VOCAB))
+        possible = np.asarray(ours.possible)
+        assert not possible[3] and (possible[5], possible[6]) == (5 in several, 6 in several)
+        assert np.asarray(ours.finite).tolist() == [slot != 3 for slot in range(SLOTS)]
+        alone = np.flatnonzero(possible & (forced < VOCAB))
         np.testing.assert_array_equal(np.asarray(ours.tokens)[alone], only[alone])
         np.testing.assert_array_equal(np.asarray(ours.processed_logprobs)[alone], 0)

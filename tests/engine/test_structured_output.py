@@ -8,11 +8,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import equinox as eqx
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from levanter_infer import EngineConfig, InferenceEngine, Request, SamplingParams, load_model
+from levanter_infer.engine.request import NO_TOKEN, NOT_FINITE
 from levanter_infer.io.openai import failure
 from levanter_infer.structured.compiler import ConstraintCompiler, Wanted
 from tests.tiny_models import uncached_logprobs
@@ -34,6 +36,8 @@ PERSON = SamplingParams(
 )
 NEST = SamplingParams(grammar='start: "(" start ")" | "x"', max_tokens=40)
 PROMPT = "the cat"
+EOS = 0
+"""The end-of-sequence token of models/tiny."""
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -142,6 +146,35 @@ def test_a_constraint_that_leaves_no_token_fails_its_own_request_and_says_why(en
     status, body = failure(failed) or (0, {})
     assert status == 400 and body["error"]["message"] == failed.completions[0].error
     assert other.completions[0].token_ids == engine.generate([PROMPT], free)[0].completions[0].token_ids
+
+
+@pytest.mark.parametrize("options", [dict(), dict(temperature=0), dict(n=2, temperature=0.5)])
+@pytest.mark.parametrize(
+    "contradiction",
+    [
+        dict(allowed_token_ids=[5], stop_token_ids=[5], min_tokens=2),
+        dict(allowed_token_ids=[EOS], min_tokens=1),
+        dict(allowed_token_ids=[5, EOS], bad_words=[[5]], stop_token_ids=[5], min_tokens=1),
+    ],
+)
+def test_parameters_that_contradict_each_other_are_no_fault_of_the_model(engine, contradiction, options):
+    params, free = SamplingParams(max_tokens=6, **contradiction, **options), SamplingParams(max_tokens=4, temperature=0)
+    failed, other = engine.generate([PROMPT, PROMPT], [params, free])
+    assert {(c.finish_reason, c.error) for c in failed.completions} == {("error", NO_TOKEN)}
+    status, body = failure(failed) or (0, {})
+    assert status == 400 and body["error"]["message"] == NO_TOKEN
+    assert other.completions[0].token_ids == engine.generate([PROMPT], free)[0].completions[0].token_ids
+    assert engine.stats()["pages_free"] == engine.shapes.num_pages
+
+
+def test_logits_that_are_not_finite_are_the_models_fault_whatever_a_request_asks(model):
+    weights, tokenizer = model
+    broken = eqx.tree_at(lambda m: m.embeddings.weight.array, weights, replace_fn=lambda a: a.at[5].set(np.nan))
+    engine = InferenceEngine(broken, tokenizer, CONFIG, constraints=True)
+    for params in (NEST, CODE, SamplingParams(allowed_token_ids=[7], max_tokens=3)):
+        (output,) = engine.generate([Request(prompt_token_ids=[9, 5])], params)
+        assert output.completions[0].error == NOT_FINITE
+        assert (failure(output) or (0, {}))[0] == 500
 
 
 def test_more_constraints_than_the_table_holds_wait_their_turn(engine):

@@ -248,7 +248,7 @@ def check_beside_xla(backend, changed: bool, slots: np.ndarray, atol: float) -> 
         for name in ("tokens", "finite", "top_ids"):
             np.testing.assert_array_equal(getattr(ours, name)[used], getattr(theirs, name)[used], name)
         if masks is not None:
-            drawn = np.asarray(masks.constrained & ours.finite) & used
+            drawn = np.asarray(masks.constrained & ours.possible) & used
             assert drawn.any() and allowed[drawn, np.asarray(ours.tokens)[drawn]].all()
         for name in ("logprobs", "processed_logprobs", "top_logprobs"):
             ours_of, theirs_of = getattr(ours, name)[used], getattr(theirs, name)[used]

@@ -217,6 +217,8 @@ def test_chats_are_rendered_and_streamed(client, engine):
         (b'{"prompt": "a", "stream": true, "best_of": 3}', "best_of"),
         (b'{"prompt": "a", "n": 1000000}', "n"),
         (b'{"messages": []}', "prompt"),
+        (b'{"prompt": "a", "allowed_token_ids": [5], "stop_token_ids": [5], "min_tokens": 1}', "no token can follow"),
+        (b'{"prompt": "a", "allowed_token_ids": [0], "min_tokens": 1, "n": 2}', "no token can follow"),
     ],
 )
 def test_bad_bodies_are_refused_by_name(served, content, named):

@@ -5,7 +5,7 @@ from jax import Array
 
 from levanter_infer.cache.arrays import replace
 from levanter_infer.cache.page_math import pages_for
-from levanter_infer.decode.codes import ERROR
+from levanter_infer.decode.codes import has_failed
 from levanter_infer.decode.shapes import Shapes
 from levanter_infer.decode.state import DecodeState
 from levanter_infer.policies import AdmissionPolicy
@@ -40,10 +40,10 @@ def _expected_lens(state: DecodeState, shapes: Shapes) -> Array:
 
 def update_length_estimate(state: DecodeState, shapes: Shapes, finished: Array, reasons: Array) -> DecodeState:
     """Move the mean share of the allowed tokens that sequences generate towards the sequences in the mask `finished`,
-    bool[seq], except those whose reason, i32[seq], is ERROR. Only admission `expected` has an estimate."""
+    bool[seq], except those that failed by `reasons`, i32[seq]. Only admission `expected` has an estimate."""
     if shapes.admission != AdmissionPolicy.EXPECTED:
         return state
-    finished, table = finished & (reasons != ERROR), state.sequences
+    finished, table = finished & ~has_failed(reasons), state.sequences
     prompt_lens = table.prompt_lens
     share = (table.seq_lens - prompt_lens) / jnp.maximum(table.max_lens - prompt_lens, 1)
     count = jnp.sum(finished, dtype=jnp.int32)

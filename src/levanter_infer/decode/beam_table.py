@@ -8,7 +8,17 @@ from jax import Array
 from jaxtyping import Float32, Int32
 
 from levanter_infer.cache.arrays import full, gather, replace, scatter, scatter_add
-from levanter_infer.decode.codes import ERROR, FINISHED, FREE, NOT_FINISHED, PATIENT, RUNNING, WAITING
+from levanter_infer.decode.codes import (
+    ERROR,
+    FINISHED,
+    FREE,
+    IMPOSSIBLE,
+    NOT_FINISHED,
+    PATIENT,
+    RUNNING,
+    WAITING,
+    has_failed,
+)
 from levanter_infer.decode.sequence_table import SequenceTable
 
 NO_SCORE = -1e9
@@ -221,10 +231,12 @@ class BeamTable(NoBeams):
     def fail_together(
         self, slots: Array, searches: Array, finished: Array, reasons: Array
     ) -> tuple[Array, Array, Array]:
-        failed = finished & (reasons == ERROR)
+        failed = finished & has_failed(reasons)
+        broken = finished & (reasons == ERROR)
+        broken = broken | (self.num_in_group(broken) > 0)
         failed = failed | (self.num_in_group(failed) > 0)
         searches = searches & ~gather(failed, slots, False)
-        return searches, finished | failed, jnp.where(failed, ERROR, reasons)
+        return searches, finished | failed, jnp.where(failed, jnp.where(broken, ERROR, IMPOSSIBLE), reasons)
 
 
 class Hypotheses(eqx.Module):

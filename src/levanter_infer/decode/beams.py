@@ -14,7 +14,7 @@ from jax import Array
 
 from levanter_infer.cache.arrays import gather, replace, scatter, scatter_add
 from levanter_infer.decode.beam_table import BeamTable
-from levanter_infer.decode.codes import EARLY, ERROR, LENGTH, NEVER, NOT_FINISHED, STOP
+from levanter_infer.decode.codes import EARLY, IMPOSSIBLE, LENGTH, NEVER, NOT_FINISHED, STOP
 from levanter_infer.decode.resampling import moved_rows, resample
 from levanter_infer.decode.sampling import BeamCandidates
 from levanter_infer.decode.shapes import Shapes
@@ -81,7 +81,7 @@ def search(
         after, ended, ancestors = _step(before, shapes, rows)
         found = _beams(after).found_reasons
         # Without any possible token there are fewer hypotheses than beams
-        found = jnp.where(found == NOT_FINISHED, ERROR, found)
+        found = jnp.where(found == NOT_FINISHED, IMPOSSIBLE, found)
         return after.sequences, after.page_table, after.windows, after.beams, ended, found, ancestors
 
     none, nothing = jnp.zeros(num_slots, jnp.bool_), jnp.zeros(num_slots, jnp.int32)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, TypeVar
 if TYPE_CHECKING:
     from jax import Array
 
-Root = TypeVar("Root", int, "Array")
+Codes = TypeVar("Codes", int, "Array")
 
 
 class Status(IntEnum):
@@ -31,6 +31,7 @@ class FinishReason(IntEnum):
     LENGTH = 2  # max_tokens or the engine's length limit was reached
     ERROR = 3  # its logits were not finite
     ABORT = 4  # the host cancelled it
+    IMPOSSIBLE = 5  # its logits were finite, but what the request or a logits_mod excludes left no token
 
 
 class EarlyStopping(IntEnum):
@@ -43,8 +44,14 @@ class EarlyStopping(IntEnum):
 
 # Device code uses these plain numbers: JAX takes a member of an enum for an array, and compiles another program
 FREE, LOADING, SWAPPED, WAITING, RUNNING, FINISHED = map(int, Status)
-NOT_FINISHED, STOP, LENGTH, ERROR, ABORT = map(int, FinishReason)
+NOT_FINISHED, STOP, LENGTH, ERROR, ABORT, IMPOSSIBLE = map(int, FinishReason)
 PATIENT, EARLY, NEVER = map(int, EarlyStopping)
+
+
+def has_failed(reasons: Codes) -> Codes:
+    """Whether a sequence of this finish reason ended because no token could be chosen."""
+    return (reasons == ERROR) | (reasons == IMPOSSIBLE)  # type: ignore[return-value]
+
 
 DEFAULT_ROOT = -1
 """Root of sequences without a salt whose prompts are not scored."""
@@ -53,15 +60,15 @@ _PRIVATE = -(2**31)
 """The two least roots, of sequences that share no pages: `_PRIVATE` with scored prompts, `_PRIVATE + 1` without."""
 
 
-def is_scored_root(roots: Root) -> Root:
+def is_scored_root(roots: Codes) -> Codes:
     """Whether prompts are scored: those roots are even. Their pages have scores, which pages of odd roots lack."""
     return roots % 2 == 0  # type: ignore[return-value]
 
 
-def private_root(roots: Root) -> Root:
+def private_root(roots: Codes) -> Codes:
     """Replaces `roots` for sequences whose pages hold keys and values of several versions of the weights."""
     return _PRIVATE + roots % 2  # type: ignore[return-value]
 
 
-def is_private_root(roots: Root) -> Root:
+def is_private_root(roots: Codes) -> Codes:
     return roots <= _PRIVATE + 1  # type: ignore[return-value]

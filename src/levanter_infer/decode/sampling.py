@@ -84,7 +84,7 @@ class BeamCandidates(eqx.Module):
 
 
 class SampleOutput(eqx.Module):
-    """One sampled token per row, as plain arrays. Rows that are not finite hold zeros."""
+    """One sampled token per row, as plain arrays. Rows without a token hold zeros."""
 
     tokens: Array
     """i32[row]"""
@@ -97,7 +97,10 @@ class SampleOutput(eqx.Module):
     top_logprobs: Array
     """f32[row, max_top], their log probabilities under the model; 0 where there is none."""
     finite: Array
-    """bool[row]; false if the logits hold NaN or +inf, or if no token is possible (all -inf)."""
+    """bool[row]; false if the model's logits hold NaN or +inf, or are all -inf."""
+    possible: Array
+    """bool[row], whether a token was chosen; false if `finite` is, or if penalties, bias, masks or a `logits_mod` have
+    left no token a finite logit."""
     candidates: BeamCandidates | None = None
     """None: no request searches."""
     memory: Any = None
@@ -149,9 +152,8 @@ def sample(
     as_read = kernels.as_read if kernels is not None else lambda logits: logits
     by_rows = isinstance(kernels, RowKernels)
     stats = LogitStats.of(logits, vocab) if stats is None else stats
-    column = rows.columns
+    column, peak = rows.columns, stats.peak
     used = history.slot_ids < history.tokens.shape[0]
-    peak = stats.peak
     changes = _Changes.of(column, history, used, vocab, modified, masks)
     greedy = (column["temperature"] < GREEDY_TEMPERATURE) | changes.forced
     num_rows = jnp.max(jnp.where(used, jnp.arange(1, used.shape[0] + 1, dtype=jnp.int32), 0))
@@ -200,16 +202,18 @@ def sample(
     else:
         chosen, processed = choose_changed_or_not()
     chosen = changes.chosen(chosen, as_read(logits), vocab)
-    finite = (stats.total > 0) & (chosen >= 0)
-    wanted = jnp.where(finite, column["num_logprobs"], 0)
+    finite = stats.total > 0
+    possible = finite & (chosen >= 0)
+    wanted = jnp.where(possible, column["num_logprobs"], 0)
     top_ids, top_logprobs = _top_logprobs(logits, as_read, stats, wanted, used, max_top, vocab)
     return SampleOutput(
-        tokens=jnp.where(finite, chosen, 0),
-        logprobs=jnp.where(finite, logprobs_of(as_read(logits), chosen, stats, vocab), 0),
-        processed_logprobs=jnp.where(finite, processed, 0),
+        tokens=jnp.where(possible, chosen, 0),
+        logprobs=jnp.where(possible, logprobs_of(as_read(logits), chosen, stats, vocab), 0),
+        processed_logprobs=jnp.where(possible, processed, 0),
         top_ids=top_ids,
         top_logprobs=top_logprobs,
         finite=finite,
+        possible=possible,
     )
 
 

@@ -19,7 +19,7 @@ from levanter_infer.cache.window_pages import WindowPages
 from levanter_infer.decode.admission_policy import update_length_estimate
 from levanter_infer.decode.beams import BeamRows, search
 from levanter_infer.decode.blocks import forward_in_blocks, logits_in_blocks
-from levanter_infer.decode.codes import ERROR, LENGTH, STOP
+from levanter_infer.decode.codes import ERROR, IMPOSSIBLE, LENGTH, STOP, has_failed
 from levanter_infer.decode.constraints import advanced, masks_of
 from levanter_infer.decode.logits_mod import LogitsMod
 from levanter_infer.decode.outputs import OutputRing
@@ -228,6 +228,7 @@ def empty_sample(shapes: Shapes) -> SampleOutput:
         top_ids=jnp.zeros((rows, top), jnp.int32),
         top_logprobs=jnp.zeros((rows, top), jnp.float32),
         finite=jnp.ones(rows, jnp.bool_),
+        possible=jnp.ones(rows, jnp.bool_),
         candidates=no_candidates(rows, shapes.max_beams, shapes.limits),
     )
 
@@ -278,8 +279,8 @@ def append(
     lens = gather(table.seq_lens, slots, 0)
     samples = rows_that_sample(state, plan)
     left = gather(table.max_lens, slots, 0) - lens
-    failed = samples & ~sampled.finite
-    emits = samples & sampled.finite & (left > 0)  # a prompt may be scored without generating
+    failed = samples & ~sampled.possible
+    emits = samples & sampled.possible & (left > 0)  # a prompt may be scored without generating
     ends = samples & (left <= 1)
     emits, ends, searches = state.beams.rows_that_emit(slots, samples, (emits, ends))
 
@@ -287,7 +288,8 @@ def append(
     tokens = scatter(table.tokens, (writer, lens), sampled.tokens)
     seq_lens = scatter_add(table.seq_lens, writer, 1)
     stopped = emits & _stops(state, tokens, slots, lens + 1, shapes)
-    reason = jnp.where(failed, ERROR, jnp.where(stopped, STOP, LENGTH)).astype(jnp.int32)
+    failure = jnp.where(sampled.finite, IMPOSSIBLE, ERROR)
+    reason = jnp.where(failed, failure, jnp.where(stopped, STOP, LENGTH)).astype(jnp.int32)
     done = failed | stopped | ends
     finished = scatter(jnp.zeros(num_slots, jnp.bool_), slots, done)
     reasons = scatter(jnp.zeros(num_slots, jnp.int32), slots, reason)
@@ -302,7 +304,7 @@ def append(
         constraints=advanced(state.constraints, writer, sampled.tokens),
     )
     state = leave_behind(state, table.num_computed)
-    state = insert_prefix(state, shapes, may_insert(state, filled, shapes), finished & (reasons == ERROR))
+    state = insert_prefix(state, shapes, may_insert(state, filled, shapes), finished & has_failed(reasons))
     ring = ring.push(emits, slots, sampled)
     state, kept = keep_states(state, shapes, plan.states, plan.take)
     beam_rows = BeamRows(slots, searches, sampled.candidates)

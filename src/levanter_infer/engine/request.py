@@ -88,6 +88,10 @@ class Request:
 
 
 NOT_FINITE = "the model's logits are not finite"
+NO_TOKEN = (
+    "no token can follow: the request's constraint, allowed_token_ids, bad_words, logit_bias or min_tokens (which "
+    "forbids stop tokens), or the engine's logits_mod, exclude every token; allow at least one"
+)
 
 
 @dataclasses.dataclass(repr=False)
@@ -120,7 +124,7 @@ class Completion:
     """The stop that ended it: the string of `stop`, or the entry of `stop_token_ids`, a token id or a tuple of several.
     None for an end-of-sequence token that is not among them, and for other reasons than "stop"."""
     error: str | None = None
-    """Why it ended in "error": `NOT_FINITE`, or constraints that left no token. None for other reasons."""
+    """Why it ended in "error": `NOT_FINITE`, `NO_TOKEN` or the error of its grammar. None for other reasons."""
 
     @property
     def cumulative_logprob(self) -> float:

@@ -8,7 +8,7 @@ import numpy as np
 
 from levanter_infer.decode.codes import DEFAULT_ROOT
 from levanter_infer.engine.params import SamplingParams, brief, stop_sequences
-from levanter_infer.engine.request import NOT_FINITE, Completion, RequestOutput
+from levanter_infer.engine.request import NO_TOKEN, Completion, RequestOutput
 from levanter_infer.engine.text import IncrementalDecoder, StopMatcher
 from levanter_infer.policies import FinishReason
 from levanter_infer.structured.automaton import TokenAutomaton
@@ -49,6 +49,8 @@ class SampleState:
     """Version of the weights for each token."""
     finish_reason: str | None = None
     """Set once the result is known; the slot may be free only later."""
+    error: str | None = None
+    """Why it ended in "error"; None for other reasons."""
     guide: Guide | None = None
     """What says which tokens may follow, where the host does."""
     stop_reason: str | int | tuple[int, ...] | None = None
@@ -102,10 +104,12 @@ class SampleState:
         self.text = self.text[:cut]
         return True
 
-    def finish(self, reason: str) -> None:
-        """End with this reason, unless the sample has ended."""
+    def finish(self, reason: str, error: str | None = None) -> None:
+        """End with this reason, unless the sample has ended. Args: error: as of `Completion.error`."""
         if self.finish_reason is None:
             self.finish_reason = reason
+            from_guide = self.guide.error if self.guide is not None and error == NO_TOKEN else None
+            self.error = from_guide or error
             self.stop_reason = self._matched_tokens() if reason == FinishReason.STOP else None
             if self.decoder is not None:
                 self.text += self.decoder.flush()
@@ -126,18 +130,13 @@ class SampleState:
     def take_over(self, ancestor: "SampleState") -> None:
         """Continue from the state of `ancestor`, with the slot and the index that this sample has."""
         ancestor = ancestor.snapshot()
-        for name in (*_RESULTS, "finish_reason", "stop_reason", "decoder", "matcher", "text"):
+        for name in (*_RESULTS, "finish_reason", "error", "stop_reason", "decoder", "matcher", "text"):
             setattr(self, name, getattr(ancestor, name))
 
     @property
     def number(self) -> int:
         """The sample index in its random numbers."""
         return self.request.first_sample + self.index
-
-    def _error(self) -> str | None:
-        if self.finish_reason != FinishReason.ERROR:
-            return None
-        return NOT_FINITE if self.guide is None or self.guide.error is None else self.guide.error
 
     def completion(self) -> Completion:
         """The public result. Requires: the sample has finished."""
@@ -153,7 +152,7 @@ class SampleState:
             seed=self.request.seed,
             token_versions=np.asarray(self.versions, np.int32),
             score=self.score,
-            error=self._error(),
+            error=self.error,
             routed_experts=self._routed_experts(),
             stop_reason=self.stop_reason,
         )

@@ -19,21 +19,24 @@ from typing import Protocol
 
 import numpy as np
 
-from levanter_infer.decode.codes import ABORT, ERROR, FINISHED, LENGTH, STOP
+from levanter_infer.decode.codes import ABORT, ERROR, FINISHED, IMPOSSIBLE, LENGTH, STOP
 from levanter_infer.decode.shapes import Shapes
 from levanter_infer.engine.admission import HostAdmission
 from levanter_infer.engine.constraints import AutomatonTable
+from levanter_infer.engine.request import NO_TOKEN, NOT_FINITE
 from levanter_infer.engine.request_state import RequestState, SampleState
 from levanter_infer.engine.round_length import RoundLengthController
 from levanter_infer.engine.routing import expected_tokens, route
 from levanter_infer.policies import FinishReason
 
-REASONS = {
-    STOP: FinishReason.STOP,
-    LENGTH: FinishReason.LENGTH,
-    ERROR: FinishReason.ERROR,
-    ABORT: FinishReason.ABORT,
+_REASONS = {
+    STOP: (FinishReason.STOP, None),
+    LENGTH: (FinishReason.LENGTH, None),
+    ERROR: (FinishReason.ERROR, NOT_FINITE),
+    ABORT: (FinishReason.ABORT, None),
+    IMPOSSIBLE: (FinishReason.ERROR, NO_TOKEN),
 }
+"""What a result says of each `codes.FinishReason`: its reason and its error."""
 _MAX_ARRIVAL = 2**31 - 2
 _FEW_DEADLINES = 256
 """Deadlines that are kept without a look at whether their requests have ended."""
@@ -500,7 +503,7 @@ class RankSlots:
         for slot, sample in list(self.active.items()):
             if outputs.status[slot] == FINISHED and _was_admitted_by(sample, round_id):
                 if sample.finish_reason is None:
-                    sample.finish(REASONS[int(outputs.finish_reason[slot])])
+                    sample.finish(*_REASONS[int(outputs.finish_reason[slot])])
                     known.append(sample)
                 self._free_slot(sample)
         if not self.active:

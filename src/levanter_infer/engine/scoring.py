@@ -11,6 +11,7 @@ from levanter_infer.decode.shapes import ScoreShapes
 from levanter_infer.engine.config import EngineConfig
 from levanter_infer.engine.metrics import Registry
 from levanter_infer.engine.params import SamplingParams
+from levanter_infer.engine.request import NOT_FINITE
 from levanter_infer.engine.request_state import PromptScores, RequestState
 from levanter_infer.policies import FinishReason
 
@@ -72,7 +73,8 @@ class ScoreReader:
         request.prompt_scores = PromptScores(*unpack_scores(scores))
         self._registry.add("scored_tokens", len(scores))
         if np.isnan(request.prompt_scores.logprobs).any():
-            request.sequences[0].finish_reason = FinishReason.ERROR
+            first = request.sequences[0]
+            first.finish_reason, first.error = FinishReason.ERROR, NOT_FINITE
 
     def abandon(self) -> None:
         """End the requests whose scores are on their way with reason "abort": the scores will not be taken."""
