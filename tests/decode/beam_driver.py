@@ -55,7 +55,7 @@ def programs():
         rows = logits[lens, table.tokens.at[slots, lens - 1].get(mode="fill", fill_value=0)]
         prompt_lens = table.prompt_lens.at[slots].get(mode="fill", fill_value=0)
         history = History(lens, table.tokens, slots, prompt_lens, lens)
-        offered = candidates(state.beams, rows, state.sampling.rows(slots), history)
+        offered = candidates(state.beams, rows, state.sampling.rows(slots), history, max_beams=SHAPES.max_beams)
         sampled = dataclasses.replace(
             empty_sample(SHAPES), tokens=jnp.argmax(rows, axis=1).astype(jnp.int32), candidates=offered
         )

@@ -29,10 +29,18 @@ PAGES = 20
 
 
 @pytest.fixture(scope="module")
-def shared(tmp_path_factory):
-    model, _ = load_model(write_checkpoint(tmp_path_factory.mktemp("model"), load_case(MODEL)), dtype="float32")
+def model(tmp_path_factory):
+    return load_model(write_checkpoint(tmp_path_factory.mktemp("model"), load_case(MODEL)), dtype="float32")[0]
+
+
+def engine_of(model) -> InferenceEngine:
     config = EngineConfig(max_seqs=6, max_seq_len=32, page_size=4, max_pages=PAGES, max_step_tokens=16)
     return InferenceEngine(model, config=config)
+
+
+@pytest.fixture(scope="module")
+def shared(model):
+    return engine_of(model)
 
 
 @pytest.fixture
@@ -120,6 +128,13 @@ def in_mid_search(engine):
         lens = np.asarray(engine.state.decode.sequences.seq_lens)
         steps = min(lens[sequence.slot] - 6 for group in groups for sequence in group.sequences)
     return groups
+
+
+def test_a_search_with_more_beams_than_any_before_is_served(model):
+    small = engine_of(model)
+    for name in ("plain", "wide", "plain"):
+        (output,) = small.generate([request(name, PROMPT_LENS[0])])
+        assert_found(output.completions, answers()[name][0], CASES[name].ends)
 
 
 def test_a_search_that_is_cancelled_gives_all_its_pages_back(engine):

@@ -141,6 +141,38 @@ def test_calls_while_asleep_say_so_by_name_and_cancel_works(engine):
     assert all(len(each.sequences[0].token_ids) == 12 for each in waiting[1:])
 
 
+@pytest.mark.parametrize("ends", ["next", "close"])
+def test_an_iterator_over_results_that_meets_a_sleeping_engine_cancels_the_rest(engine, ends):
+    prompts = [request(text(5), max_tokens=1), *(request(text(9, seed=i), max_tokens=40) for i in range(9))]
+    results = engine.as_completed(prompts)  # more than slots
+    assert next(results).completions[0].finish_reason == "length"
+    engine.sleep()
+    if ends == "close":
+        results.close()
+    else:
+        with pytest.raises(RuntimeError, match=r"step_round\(\) was called while the engine sleeps.*call wake\(\)"):
+            list(results)  # some may have ended in the same round
+    engine.wake()
+    assert list(results) == [] and not engine._is_in_progress()
+    assert len(engine.generate([request(text(9))])[0].completions[0].token_ids) == 12
+
+
+def test_an_engine_that_admits_nothing_refuses_calls_that_would_wait_for_ever(engine):
+    waiting = engine.submit(request(text(9)))
+    engine.set_admits(False)
+    for call in (
+        lambda: engine.generate([request(text(5))]),
+        lambda: engine.score([text(5)]),
+        lambda: next(engine.as_completed([request(text(5))])),
+        engine.drain,
+    ):
+        with pytest.raises(RuntimeError, match=r"admits no request.*set_admits\(True\)"):
+            call()
+    engine.set_admits(True)
+    engine.drain()
+    assert len(waiting.sequences[0].token_ids) == 12
+
+
 def test_weights_are_dropped_and_others_brought_before_or_after_waking(engine):
     group = engine.submit(request(text(9), temperature=0.0))
     while len(group.sequences[0].token_ids) < 4:

@@ -177,6 +177,21 @@ def test_logits_that_are_not_finite_are_the_models_fault_whatever_a_request_asks
         assert (failure(output) or (0, {}))[0] == 500
 
 
+@pytest.mark.parametrize(
+    ("value", "error"), [("nan", NOT_FINITE), ("inf", NOT_FINITE), ("-inf", NO_TOKEN)], ids=["nan", "inf", "all -inf"]
+)
+def test_a_broken_logits_mod_is_told_from_one_that_excludes_all_tokens(model, value, error):
+    def broken(logits, history, memory):
+        is_changed = (jnp.arange(logits.shape[0]) == 7) | (value == "-inf")
+        return jnp.where(is_changed & (history.prompt_len > 1), float(value), logits), memory
+
+    engine = InferenceEngine(*model, CONFIG, logits_mod=broken)
+    for temperature in (0, 1):
+        params = SamplingParams(temperature=temperature, max_tokens=3)
+        failed, other = engine.generate([Request(prompt_token_ids=ids) for ids in ([9, 5], [9])], params)
+        assert failed.completions[0].error == error and other.completions[0].error is None
+
+
 def test_more_constraints_than_the_table_holds_wait_their_turn(engine):
     params = [SamplingParams(regex=f"{i}[a-z]{{3}}", max_tokens=9, n=2) for i in range(11)]
     outputs = engine.generate([PROMPT] * 11, params)

@@ -134,11 +134,9 @@ class BeamTable(NoBeams):
     found_scores: Float32[Array, " seq"]
     found_reasons: Int32[Array, " seq"]
     """Finish reason of the hypothesis; NOT_FINISHED: there is none."""
-    max_beams: int = eqx.field(static=True)
-    """Most beams of any group."""
 
     @staticmethod
-    def init(num_slots: int, max_seq_len: int, max_beams: int) -> "BeamTable":
+    def init(num_slots: int, max_seq_len: int) -> "BeamTable":
         rows = (num_slots, max_seq_len)
         return BeamTable(
             params=BeamParams.empty(num_slots, num_slots),
@@ -149,7 +147,6 @@ class BeamTable(NoBeams):
             found_lens=full(num_slots, 0),
             found_scores=full(num_slots, NO_SCORE, jnp.float32),
             found_reasons=full(num_slots, NOT_FINISHED),
-            max_beams=max_beams,
         )
 
     @property

@@ -44,8 +44,9 @@ class LogitsMod(eqx.Module):
 
     def __call__(
         self, logits: Array, slots: Array, tokens: Array, prompt_lens: Array, seq_lens: Array, vocab: Vocabulary
-    ) -> tuple[Array, Any]:
-        """The new logits f32[row, vocab], of this device's part, and the new memory of each row.
+    ) -> tuple[Array, Any, Array]:
+        """The new logits f32[row, vocab], of this device's part, the new memory of each row, and whether the new logits
+        hold neither NaN nor +inf, bool[row].
 
         Args:
             slots, prompt_lens, seq_lens: i32[row].
@@ -61,8 +62,9 @@ class LogitsMod(eqx.Module):
         history = TokenHistory(tokens.at[slots].get(mode="clip"), prompt_lens, seq_lens)
         memory = jax.tree.map(memory_of, self.memory, self.initial)
         changed, memory = jax.vmap(self.function)(whole, history, memory)
+        finite = jnp.all(changed < jnp.inf, axis=1)  # false for NaN
         changed = jnp.pad(changed, ((0, 0), (0, vocab.padded_size - vocab.size)), constant_values=-jnp.inf)
-        return vocab.shard_axis.own(changed.astype(logits.dtype), 1), memory
+        return vocab.shard_axis.own(changed.astype(logits.dtype), 1), memory, finite
 
     def of_rows(self, count: int) -> Any:
         """Memory of `count` rows, of zeros: a place for it."""

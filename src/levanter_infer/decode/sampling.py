@@ -97,7 +97,7 @@ class SampleOutput(eqx.Module):
     top_logprobs: Array
     """f32[row, max_top], their log probabilities under the model; 0 where there is none."""
     finite: Array
-    """bool[row]; false if the model's logits hold NaN or +inf, or are all -inf."""
+    """bool[row]; false if the model's logits hold NaN or +inf, or are all -inf, or a `logits_mod` gave NaN or +inf."""
     possible: Array
     """bool[row], whether a token was chosen; false if `finite` is, or if penalties, bias, masks or a `logits_mod` have
     left no token a finite logit."""

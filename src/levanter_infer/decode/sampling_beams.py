@@ -30,6 +30,8 @@ def candidates(
     history: History,
     stats: LogitStats | None = None,
     vocab: Vocabulary | None = None,
+    *,
+    max_beams: int,
 ) -> BeamCandidates | None:
     """The `max_beams` likeliest continuations of each row that do not end it, and every one that does; None where no
     request searches.
@@ -41,12 +43,13 @@ def candidates(
         logits: f32[row, vocab]
         beams: rows that do not belong to one of its beams are offered nothing.
         vocab: as in `sample`.
+        max_beams: most beams of any group.
     """
     if not isinstance(beams, BeamTable):
         return None
     searches = gather(beams.searches, history.slot_ids, False)
     vocab = vocab or Vocabulary(logits.shape[1])
-    width = min(beams.max_beams, vocab.size)
+    width = min(max_beams, vocab.size)
     column = rows.columns
     stops = one_token_stops(column, vocab.size)
 

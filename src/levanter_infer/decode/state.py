@@ -118,7 +118,7 @@ class DecodeState(eqx.Module):
 def _init_beams(shapes: Shapes) -> NoBeams:
     if shapes.max_beams == 0:
         return NoBeams()
-    return BeamTable.init(shapes.num_slots, shapes.max_seq_len, shapes.max_beams)
+    return BeamTable.init(shapes.num_slots, shapes.max_seq_len)
 
 
 def empty_cache(config, shapes: Shapes, backend: Backend, *, dtype, local_heads: Callable[[int], int] = int) -> Cache:

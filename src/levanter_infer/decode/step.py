@@ -171,10 +171,10 @@ def sample_rows(
             prompt_lens=gather(table.prompt_lens, slots, 0),
             seq_lens=lens,
         )
-        modified, memory = logits, None
+        modified, memory, finite = logits, None, True
         if logits_mod is not None:
             of_mod = (slots, table.tokens, history.prompt_lens, lens)
-            modified, memory = logits_mod(logits, *of_mod, model.vocab)
+            modified, memory, finite = logits_mod(logits, *of_mod, model.vocab)
         sampled = sample(
             logits,
             asked,
@@ -186,8 +186,8 @@ def sample_rows(
             modified=None if logits_mod is None else modified,
             masks=masks_of(state.constraints, slots),
         )
-        offered = candidates(state.beams, logits, asked, history, stats, model.vocab)
-        return dataclasses.replace(sampled, candidates=offered, memory=memory)
+        offered = candidates(state.beams, logits, asked, history, stats, model.vocab, max_beams=shapes.max_beams)
+        return dataclasses.replace(sampled, finite=sampled.finite & finite, candidates=offered, memory=memory)
 
     rows = (logits, plan.slot_ids, stats)
     if count is None:

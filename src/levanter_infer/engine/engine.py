@@ -257,8 +257,7 @@ class InferenceEngine:
 
         Refused requests come first, with `error`. An output names its prompt by `id`: that of its `Request`, or the
         prompt's position in the list as a string. The engine belongs to the iterating thread from the first `next` to
-        the end of the iterator; closing it cancels the other requests and frees their pages. That thread closes it, and
-        may call the engine in between.
+        the end of the iterator; that thread may call it in between. Closing, or `next` while it sleeps, cancels others.
 
         Args:
             prompts, sampling: as of `generate`.
@@ -270,6 +269,7 @@ class InferenceEngine:
             pending = [each for each in made if isinstance(each, RequestState)]
             if not pending:
                 return
+            self._rounds.check_admits()
             self._prepare(pending)
             try:
                 self._rounds.submit(pending)
@@ -278,15 +278,15 @@ class InferenceEngine:
                     ended = [request for request in pending if request.is_done]
                     pending = [request for request in pending if not request.is_done] if ended else pending
                     yield from (request.output() for request in ended)
-            except GeneratorExit:
-                for request in pending:
-                    self.cancel(request)
-                raise
-            except BaseException:
-                self.reset()
+            except BaseException as error:
+                if isinstance(error, GeneratorExit) or self.is_asleep:
+                    for request in pending:
+                        self.cancel(request)
+                else:
+                    self.reset()
                 raise
             finally:
-                if all(request.is_done for request in self._scheduler.requests()):
+                if not self.is_asleep and all(request.is_done for request in self._scheduler.requests()):
                     self.drain()
 
     def _states(self, prompts, sampling) -> list[RequestState | RequestOutput]:
@@ -335,6 +335,7 @@ class InferenceEngine:
     def _serve(self, requests: list[RequestState], on_update=None) -> None:
         if not requests:
             return
+        self._rounds.check_admits()
         self._prepare(requests)
         try:
             self._rounds.submit(requests)

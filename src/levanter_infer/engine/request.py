@@ -88,6 +88,7 @@ class Request:
 
 
 NOT_FINITE = "the model's logits are not finite"
+"""A `logits_mod` belongs to the model here."""
 NO_TOKEN = (
     "no token can follow: the request's constraint, allowed_token_ids, bad_words, logit_bias or min_tokens (which "
     "forbids stop tokens), or the engine's logits_mod, exclude every token; allow at least one"

@@ -264,12 +264,22 @@ class RoundLoop:
         while time.perf_counter() < until and not packed.is_ready():  # pyright: ignore[reportAttributeAccessIssue]
             time.sleep(_POLL_S)
 
+    def check_admits(self) -> None:
+        """Raises: RuntimeError if requests that wait get no slots, so that a call waits for them in vain."""
+        if not self._scheduler.admits:
+            raise RuntimeError(
+                "the engine admits no request, so the call would wait forever; call set_admits(True) first, or resume "
+                "its AsyncEngine"
+            )
+
     def drain(self) -> None:
         """As `InferenceEngine.drain`. What becomes known here is not returned by later calls."""
         with self._all_or_nothing():
             self._read_in_flight()
             self.offload.recall()
         while self._scheduler.has_work:
+            if not self._scheduler.active:
+                self.check_admits()
             terms = self._agree()
             with self._all_or_nothing():
                 self._scheduler.expire(terms.now)
