@@ -137,6 +137,12 @@ def test_a_search_with_more_beams_than_any_before_is_served(model):
         assert_found(output.completions, answers()[name][0], CASES[name].ends)
 
 
+def test_hypotheses_differ_whatever_the_bias_of_a_token(engine):
+    output = engine.generate([request("plain", PROMPT_LENS[0], logit_bias={5: 1e30}, stop_token_ids=None)])[0]
+    first, second = (c.token_ids for c in output.completions)
+    assert set(first) == {5} and first != second
+
+
 def test_a_search_that_is_cancelled_gives_all_its_pages_back(engine):
     first, second = in_mid_search(engine)
     histogram = engine.memory()["refcount_histogram"]

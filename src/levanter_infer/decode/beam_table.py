@@ -21,8 +21,9 @@ from levanter_infer.decode.codes import (
 )
 from levanter_infer.decode.sequence_table import SequenceTable
 
-NO_SCORE = -1e9
-"""Score of absent beams and hypotheses, as in HF transformers: of all beams but the first at the start."""
+NO_SCORE = -float("inf")
+"""Score of absent beams and hypotheses, and of all beams but the first at the start. HF transformers has -1e9 there,
+which a large `logit_bias` makes equal to 0: all beams are the same one then."""
 
 
 class BeamParams(eqx.Module):
