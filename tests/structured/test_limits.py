@@ -1,0 +1,86 @@
+"""What a constraint may cost: each of these ended the process or took minutes without a bound."""
+
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from levanter_infer.structured import guide as guides
+from levanter_infer.structured.automaton import ConstraintError
+from levanter_infer.structured.guide import Guides
+
+VOCAB = [*(bytes([i]) for i in range(256)), b"yes", b""]
+END = 257
+
+
+def chained(rules: int, form: str, last: str) -> str:
+    """A grammar whose first rule leads to the last one by all others."""
+    return "".join(form.format(i, i + 1) for i in range(rules - 1)) + last.format(rules - 1)
+
+
+def lark(rules: int) -> str:
+    return chained(rules, 'r{}: "a" r{}\n', 'r{}: "b"\n').replace("r0", "start", 1)
+
+
+def terminals(rules: int) -> str:
+    return "start: R0\n" + chained(rules - 1, 'R{}: "a" R{}\n', 'R{}: "b"\n')
+
+
+def optional(rules: int) -> str:
+    return chained(rules, 'r{0}: r{1} | "a"\n', 'r{}: "b"\n').replace("r0", "start", 1)
+
+
+def references(count: int, wrapped) -> dict:
+    """A schema whose definitions refer one to the next."""
+    chain = {f"a{i}": wrapped({"$ref": f"#/$defs/a{i + 1}"}) for i in range(count)}
+    return {"$ref": "#/$defs/a0", "$defs": {**chain, f"a{count}": {"type": "null"}}}
+
+
+SCHEMAS = {
+    "references": lambda part: part,
+    "arrays": lambda part: {"type": "array", "items": part},
+    "alternatives": lambda part: {"anyOf": [{"type": "null"}, part]},
+}
+
+
+@pytest.mark.parametrize("grammar", [lark, terminals, optional])
+def test_a_chain_of_rules_does_not_overflow_the_stack(grammar):
+    made = Guides(VOCAB, [END])
+    guide, allowed = made.of_grammar(grammar(guides._MAX_COLONS)), []
+    before = threading.stack_size(2**18)
+    try:
+        walker = threading.Thread(target=lambda: allowed.append(guide.copy().allowed()))
+        walker.start()
+    finally:
+        threading.stack_size(before)
+    walker.join()
+    assert np.flatnonzero(allowed[0]).tolist() in ([ord("a")], [ord("a"), ord("b")])
+    with pytest.raises(ConstraintError, match="it has 50000 colons, of rules .* at most 8192 are taken; give fewer"):
+        made.of_grammar(grammar(50_000))
+
+
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_a_chain_of_references_does_not_overflow_the_stack(name):
+    made = Guides(VOCAB, [END])
+    of_link = str(references(1, SCHEMAS[name])).count(":") - str(references(0, SCHEMAS[name])).count(":")
+    assert made.of_schema(references((guides._MAX_COLONS - 4) // of_link, SCHEMAS[name])).allowed().any()
+    for refused in (references(50_000, SCHEMAS[name]), {"const": ":" * 50_000}):
+        with pytest.raises(ConstraintError, match=r"it has \d+ colons, of rules or of the members of objects"):
+            made.of_schema(refused)
+
+
+def test_a_grammar_in_gbnf_has_so_many_rules():
+    text = chained(guides._MAX_GBNF_RULES, 'r{} ::= "a" r{}\n', 'r{} ::= "b"\n').replace("r0", "root", 1)
+    made = Guides(VOCAB, [END])
+    assert np.flatnonzero(made.of_grammar(text).allowed()).tolist() == [ord("a")]
+    begin = time.monotonic()
+    with pytest.raises(ConstraintError, match="it has 1025 rules in GBNF; at most 1024 are taken; give fewer"):
+        made.of_grammar(text + 'more ::= "c"\n')
+    assert time.monotonic() - begin < 1
+
+
+def test_threads_that_start_after_a_compilation_have_stacks_as_before():
+    before = threading.stack_size()
+    Guides(VOCAB, [END]).of_grammar('start: "a"')
+    assert threading.stack_size() == before
