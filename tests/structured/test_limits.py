@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 from levanter_infer.structured import guide as guides
-from levanter_infer.structured.automaton import ConstraintError
+from levanter_infer.structured.automaton import ConstraintError, TooManyStates
 from levanter_infer.structured.guide import Guides
+from levanter_infer.structured.regex import transitions_of
 
 VOCAB = [*(bytes([i]) for i in range(256)), b"yes", b""]
 END = 257
@@ -84,3 +85,19 @@ def test_threads_that_start_after_a_compilation_have_stacks_as_before():
     before = threading.stack_size()
     Guides(VOCAB, [END]).of_grammar('start: "a"')
     assert threading.stack_size() == before
+
+
+@pytest.mark.parametrize("regex", ["a(?:){100000000}", "((?:){4294967294}){4294967294}a", "a(?:b{0}){100000000}"])
+def test_what_is_empty_is_repeated_once(regex):
+    begin = time.monotonic()
+    found, plain = transitions_of(regex), transitions_of("a")
+    assert time.monotonic() - begin < 1
+    for left, right in zip(found, plain, strict=True):
+        np.testing.assert_array_equal(left, right)
+
+
+def test_items_that_are_empty_are_work_too():
+    begin = time.monotonic()
+    with pytest.raises(TooManyStates, match="its automaton takes too long to make; simplify it"):
+        transitions_of("(?:" + "()" * 30_000 + "b){10000}")
+    assert time.monotonic() - begin < 3

@@ -22,8 +22,8 @@ _MAX_CHARS = 2**18
 """Characters of a regex: Python's parser takes some 5 s for a million."""
 _MAX_NODES = 200_000
 """States of the nondeterministic automaton."""
-_MAX_WORK = 4_000_000
-"""Steps of the construction of subsets."""
+_MAX_STEPS, _MAX_WORK = 1_000_000, 4_000_000
+"""Steps of the construction of the nodes, which take about a microsecond, and of subsets."""
 _LAST = sys.maxunicode
 _LAST_CASED = 0x1FFFF
 """No character behind it has a case."""
@@ -67,6 +67,19 @@ def _without_anchors(items: list) -> list:
     return items
 
 
+class _Work:
+    """Counts steps down from a bound."""
+
+    def __init__(self, steps: int):
+        self._left = steps
+
+    def take(self, steps: int) -> None:
+        """So many steps are about to be taken. Raises: TooManyStates."""
+        self._left -= steps
+        if self._left < 0:
+            raise TooManyStates("its automaton takes too long to make; simplify it")
+
+
 class _Nodes:
     """The nondeterministic automaton. It is built from its end: each part knows the node that follows it."""
 
@@ -76,11 +89,13 @@ class _Nodes:
         self.empty: list[list[int]] = [[]]
         """Of each node those that it reaches without a byte."""
         self.accept = 0
+        self._work = _Work(_MAX_STEPS)
 
     def new(self, steps: list[tuple[int, int, int]] | None = None, empty: list[int] | None = None) -> int:
         """A node with these transitions."""
         if len(self.steps) >= _MAX_NODES:
             raise TooManyStates(f"it spells out to more than {_MAX_NODES} positions; repeat fewer times")
+        self._work.take(len(steps or ()) + len(empty or ()))
         self.steps.append(steps or [])
         self.empty.append(empty or [])
         return len(self.steps) - 1
@@ -93,8 +108,10 @@ class _Nodes:
 
     def item(self, kind: Any, value: Any, after: int, flags: int) -> int:
         """The first node of one item of Python's parser."""
+        self._work.take(1)
         if kind in (codes.LITERAL, codes.NOT_LITERAL, codes.ANY, codes.IN):
             entries = tuple(value) if kind is codes.IN else ((codes.LITERAL, value),)
+            self._work.take(len(entries))
             return self.characters(_characters(kind, entries, flags), after)
         if kind is codes.BRANCH:
             return self.new(empty=[self.sequence(branch, after, flags) for branch in value[1]])
@@ -122,7 +139,9 @@ class _Nodes:
             for _ in range(most - least):
                 first = self.new(empty=[self.sequence(items, first, flags), after])
         for _ in range(least):
-            first = self.sequence(items, first, flags)
+            before, first = first, self.sequence(items, first, flags)
+            if first == before:  # they hold no character, however often
+                break
         return first
 
     def characters(self, ranges: Ranges, after: int) -> int:
