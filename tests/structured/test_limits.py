@@ -9,6 +9,7 @@ import pytest
 from levanter_infer.structured import guide as guides
 from levanter_infer.structured.automaton import ConstraintError, TooManyStates
 from levanter_infer.structured.guide import Guides
+from levanter_infer.structured.json_schema import regex_of
 from levanter_infer.structured.regex import transitions_of
 
 VOCAB = [*(bytes([i]) for i in range(256)), b"yes", b""]
@@ -101,3 +102,36 @@ def test_items_that_are_empty_are_work_too():
     with pytest.raises(TooManyStates, match="its automaton takes too long to make; simplify it"):
         transitions_of("(?:" + "()" * 30_000 + "b){10000}")
     assert time.monotonic() - begin < 3
+
+
+def multiplied(levels: int, width: int, **bounds) -> dict:
+    """A schema in which each definition refers `width` times to the next: `width ** levels` parts."""
+    definitions: dict = {f"a{levels}": {"type": "null"}}
+    for i in range(levels):
+        further = {"anyOf": [{"$ref": f"#/$defs/a{i + 1}"}] * width}
+        definitions[f"a{i}"] = {"type": "array", "items": further, **bounds}
+    return {"$ref": "#/$defs/a0", "$defs": definitions}
+
+
+NESTED = "^" + "(" * 100_000 + "a" + ")" * 100_000 + "$"
+LARGE = {
+    "$defs": {"large": {"const": "a" * 200_000}},
+    "type": "object",
+    "properties": {f"p{i}": {"$ref": "#/$defs/large"} for i in range(5000)},
+}
+
+
+@pytest.mark.parametrize(
+    "schema, expected",
+    [
+        (multiplied(8, 20, maxItems=0), r"\[\]"),
+        (multiplied(8, 20), None),
+        (LARGE, None),
+        ({"type": "string", "pattern": NESTED}, f'"(?a:{NESTED[1:-1]})"'),
+    ],
+    ids=["no-items", "multiplied", "large", "nested"],
+)
+def test_a_schema_is_read_in_a_second_or_left_to_llguidance(schema, expected):
+    begin = time.monotonic()
+    assert regex_of(schema) == expected
+    assert time.monotonic() - begin < 2
