@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from levanter_infer.structured import guide as guides
-from levanter_infer.structured.automaton import ConstraintError, TooManyStates
+from levanter_infer.structured.automaton import ConstraintError, TooManyStates, from_bytes, intersection, without
 from levanter_infer.structured.guide import Guides
 from levanter_infer.structured.json_schema import regex_of
 from levanter_infer.structured.regex import transitions_of
@@ -135,3 +135,34 @@ def test_a_schema_is_read_in_a_second_or_left_to_llguidance(schema, expected):
     begin = time.monotonic()
     assert regex_of(schema) == expected
     assert time.monotonic() - begin < 2
+
+
+SETS = ["".join(chr(0x100 + k + 2 * i) for i in range(300)) for k in range(300)]
+
+
+@pytest.mark.parametrize(
+    "regex",
+    ["(?:a?){8000}", "(?:a*){8000}", "(?i)" + "".join(f"[\x01-{chr(0x100 + i)}]" for i in range(8000))],
+    ids=["optional", "any-number", "case"],
+)
+def test_the_work_of_a_regex_is_bounded(regex):
+    begin = time.monotonic()
+    with pytest.raises(TooManyStates, match="its automaton takes too long to make; simplify it"):
+        transitions_of(regex)
+    assert time.monotonic() - begin < 3
+
+
+def test_sets_without_case_take_no_longer_than_others():
+    begin = time.monotonic()
+    found = transitions_of("(?i)" + "".join(f"[{letters}]" for letters in SETS))
+    assert time.monotonic() - begin < 3 and len(found[0]) > len(SETS)
+
+
+def test_the_work_of_an_intersection_is_bounded():
+    vocab = [*VOCAB[:256], *(b"%c%c" % (a, b) for a in range(97, 117) for b in range(97, 117)), b""]
+    automaton = from_bytes(*transitions_of("[a-z ]{9000}"), vocab, [len(vocab) - 1])
+    pairs = without([(i, i + 1) for i in range(97, len(vocab) - 2)], len(vocab))
+    begin = time.monotonic()
+    with pytest.raises(TooManyStates, match=r"together they have more than \d+ states, with \d+ classes of tokens"):
+        intersection(automaton, pairs)
+    assert time.monotonic() - begin < 8
