@@ -40,6 +40,12 @@ _PLAIN = {
 }
 _SAFE_PATTERN = re.compile(r"\^(?:[A-Za-z0-9 _\-:/,@#=!%&+*?|(){}\[\]]|\\[dw.\-/+*?()\[\]{}|])*\$")
 """Patterns for the whole text whose matches need no escapes in JSON. `.` and `[^…]` would match a quotation mark."""
+_SET = re.compile(r"\\.|\[((?:\\.|[^\]\\])+)\]")
+"""A set of such a pattern with what is in it; or an escaped character, which begins none."""
+_RANGE = re.compile(r"(?=([^\\])-\\?(.))")
+"""What may be a range in a set: its first and its last character."""
+_ESCAPED = ('"', "\\")
+"""The printable characters that JSON escapes."""
 _COMMA, _COLON = ", ?", ": ?"
 _MAX_DEPTH, _MAX_CHARS, _MAX_OPTIONAL = 32, 2**18, 32
 _MAX_WORK, _PER_SCHEMA = 2**22, 64
@@ -187,6 +193,9 @@ def _string(schema: Mapping, keys: set[str]) -> str:
             or "[^" in pattern
             or _SAFE_PATTERN.fullmatch(pattern) is None
         ):
+            raise _NotRegular
+        ranges = [pair for inside in _SET.findall(pattern) for pair in _RANGE.findall(inside)]
+        if "[]" in pattern or any(first <= each <= last for first, last in ranges for each in _ESCAPED):
             raise _NotRegular
         if "|" in _outside_of_groups(pattern):  # `^a|b$` is found in any text that begins with an a
             raise _NotRegular
