@@ -20,6 +20,7 @@ from levanter_infer.structured.automaton import (
     packed,
     without,
 )
+from levanter_infer.structured.compiler import ConstraintCompiler, Wanted
 from levanter_infer.structured.guide import Guides
 from levanter_infer.structured.json_schema import closed, regex_of
 from levanter_infer.structured.regex import transitions_of
@@ -60,6 +61,13 @@ REGEXES = [
     r"[a-zéß-π]{1,3}@[a-z]{1,2}\.(com|org)",
     "(?i)straße|[^a-z]{2}",
 ]
+
+
+class Spelled:
+    """A tokenizer of these tokens."""
+
+    def text_bytes(self, token_id: int) -> bytes:
+        return VOCAB[token_id]
 
 
 def automaton_of(source):
@@ -279,6 +287,7 @@ BOUNDED = [
     {"type": "array", "items": {"type": "integer"}, "minItems": 1, "maxItems": 3},
     {"type": "string", "pattern": "^[0-9]{5}$"},
     {"type": "string", "pattern": r"^((a|b)|[|(])\|$"},
+    {"type": "string", "pattern": r"^[-A-Z0-9]{2}A-z[\w-][a\-z][#-A]\[$"},
     {"type": "string", "format": "date"},
     {"anyOf": [{"type": "null"}, {"type": "string", "maxLength": 3}], "title": "x"},
     {"$defs": {"a": {"type": "boolean"}}, "type": "object", "properties": {"x": {"$ref": "#/$defs/a"}}},
@@ -296,6 +305,13 @@ UNBOUNDED = [
     {"type": "string", "pattern": "^a|b$"},
     {"type": "string", "pattern": r"^(\)a)|b$"},
     {"type": "string", "pattern": '^[^a]"$'},
+    {"type": "string", "pattern": "^[ -@]{5}$"},
+    {"type": "string", "pattern": "^[!-a]$"},
+    {"type": "string", "pattern": "^a[A-z]+$"},
+    {"type": "string", "pattern": "^[[-a]$"},
+    {"type": "string", "pattern": "^[]+-a]$"},
+    {"type": "string", "pattern": r"^[\+-\]]$"},
+    {"type": "string", "pattern": r"^[ -\-]$"},
     {"type": "string", "pattern": "^a$", "maxLength": 3},
     {"type": "string", "format": "email"},
     {"type": ["string", "null"]},
@@ -318,6 +334,22 @@ def test_schemas_that_are_automata(schema):
 @pytest.mark.parametrize("schema", UNBOUNDED)
 def test_schemas_that_are_not_regular_or_not_known_are_left_to_llguidance(schema):
     assert regex_of(schema) is None
+
+
+@pytest.mark.parametrize("pattern", ["^[ -@]{5}$", "^[A-z]{3}$", r"^[-A-Z]{2}[a\-z][#-A]$"])
+def test_what_a_pattern_allows_is_json(pattern):
+    compiler = ConstraintCompiler(Spelled(), len(VOCAB), (END,))
+    constraint, rng = compiler.compile(Wanted(json_schema={"type": "string", "pattern": pattern})), random.Random(0)
+    for _ in range(60):
+        guide, state, tokens = constraint.guide and constraint.guide.copy(), 0, []
+        while not tokens or tokens[-1] != END:
+            allowed = guide.allowed() if guide else constraint.automaton.allowed(state)
+            tokens.append(rng.choice(np.flatnonzero(allowed).tolist()))
+            if guide:
+                guide.extend(tokens[-1:])
+            else:
+                state = constraint.automaton.step(state, tokens[-1])
+        assert isinstance(json.loads(b"".join(VOCAB[token] for token in tokens)), str)
 
 
 def test_objects_have_the_properties_that_are_named():

@@ -3,9 +3,12 @@
 Source: https://github.com/guidance-ai/llguidance; a mask per token, from an Earley parser over a lexer of derivatives.
 """
 
+import concurrent.futures
 import functools
 import json
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import numpy as np
 
@@ -13,6 +16,20 @@ from levanter_infer.structured.automaton import ConstraintError, TokenAutomaton
 from levanter_infer.structured.json_schema import closed
 
 _OPTIONS = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_MAX_COLONS = 8192
+"""Colons of what llguidance compiles. Each rule of a grammar and each member of an object of a schema has one, so that
+they bound the chains of rules and references that llguidance follows by recursion; the depth of parentheses, of JSON
+and of regexes it bounds itself."""
+_STACK_BYTES = 2**28
+"""Of the thread that compiles. With llguidance 1.9.1 on x86-64 the shortest chains that overflow it have between 84,000
+and 88,000 rules (one after the other, or alternatives; GBNF is translated to such), and between 110,000 and 118,000
+terminals. Those of references, of arrays, and of `anyOf` never do: llguidance calls them too large from between 46,000
+and 50,000, 10,000 and 16,384, and 5,000 and 10,000 definitions on. 8 MiB, a usual stack, hold fewer than 3,000 rules.
+Masks of chains of 16,384 rules are computed on a stack of 256 KiB."""
+_MAX_GBNF_RULES = 1024
+"""Of a grammar in GBNF: its translation takes a second for a chain of so many, four times as long for twice as many."""
+_starting = threading.Lock()
+Result = TypeVar("Result")
 
 
 class _Spelling:
@@ -63,33 +80,62 @@ class Guides:
 
     def of_schema(self, schema: object) -> "Guide":
         """The guide of a JSON schema. Raises: ConstraintError for one that llguidance does not take."""
-        text = json.dumps(closed(schema))
+        text = _checked(json.dumps(closed(schema)))
         return self._guide("json_schema", lambda matcher: matcher.grammar_from_json_schema(text, overrides=_OPTIONS))
 
     def of_grammar(self, grammar: str) -> "Guide":
         """The guide of a grammar: llguidance's Lark, or llama.cpp's GBNF. Raises: ConstraintError."""
         self._tokenizer  # noqa: B018  # raises if llguidance is missing
         if "::=" in grammar:
+            if (rules := grammar.count("::=")) > _MAX_GBNF_RULES:
+                raise ConstraintError(
+                    f"it has {rules} rules in GBNF; at most {_MAX_GBNF_RULES} are taken; give fewer, or use Lark"
+                )
             from llguidance.gbnf_to_lark import gbnf_to_lark
 
             try:
                 grammar = gbnf_to_lark(grammar)
             except Exception as error:
                 raise ConstraintError(f"it is no GBNF: {str(error)[:300]}") from None
-        return self._guide("grammar", lambda matcher: matcher.grammar_from_lark(grammar))
+        return self._guide("grammar", lambda matcher: matcher.grammar_from_lark(_checked(grammar)))
 
     def _guide(self, name: str, compiled) -> "Guide":
         tokenizer = self._tokenizer
         import llguidance
 
+        def make():
+            return llguidance.LLMatcher(tokenizer, compiled(llguidance.LLMatcher))
+
         try:
-            grammar = compiled(llguidance.LLMatcher)
-            matcher = llguidance.LLMatcher(tokenizer, grammar)
+            matcher = _on_large_stack(make)
         except Exception as error:
             raise ConstraintError(str(error)[:500]) from None
         if matcher.is_error():
             raise ConstraintError(matcher.get_error()[:500])
         return Guide(matcher, len(self._tokens), self._end_ids)
+
+
+def _checked(text: str) -> str:
+    """A grammar or a schema for llguidance. Raises: ConstraintError for one whose recursion may overflow the stack."""
+    colons = text.count(":")
+    if colons > _MAX_COLONS:
+        raise ConstraintError(
+            f"it has {colons} colons, of rules or of the members of objects; at most {_MAX_COLONS} are taken; give "
+            "fewer rules or a smaller schema"
+        )
+    return text
+
+
+def _on_large_stack(make: Callable[[], Result]) -> Result:
+    """`make()` on a thread with a stack of `_STACK_BYTES`."""
+    with concurrent.futures.ThreadPoolExecutor(1) as threads:
+        with _starting:  # the size is that of all threads that start meanwhile
+            before = threading.stack_size(_STACK_BYTES)
+            try:
+                made = threads.submit(make)
+            finally:
+                threading.stack_size(before)
+        return made.result()
 
 
 class Guide:

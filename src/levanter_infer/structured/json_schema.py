@@ -40,13 +40,35 @@ _PLAIN = {
 }
 _SAFE_PATTERN = re.compile(r"\^(?:[A-Za-z0-9 _\-:/,@#=!%&+*?|(){}\[\]]|\\[dw.\-/+*?()\[\]{}|])*\$")
 """Patterns for the whole text whose matches need no escapes in JSON. `.` and `[^…]` would match a quotation mark."""
+_SET = re.compile(r"\\.|\[((?:\\.|[^\]\\])+)\]")
+"""A set of such a pattern with what is in it; or an escaped character, which begins none."""
+_RANGE = re.compile(r"(?=([^\\])-\\?(.))")
+"""What may be a range in a set: its first and its last character."""
+_ESCAPED = ('"', "\\")
+"""The printable characters that JSON escapes."""
 _COMMA, _COLON = ", ?", ": ?"
 _MAX_DEPTH, _MAX_CHARS, _MAX_OPTIONAL = 32, 2**18, 32
+_MAX_WORK, _PER_SCHEMA = 2**22, 64
+"""Characters of the regexes of all parts together, in which references may multiply, and how many a part counts as
+besides."""
 _LOCAL = re.compile(r"#/(\$defs|definitions)/([^/~%]+)")
 
 
 class _NotRegular(Exception):
     """The schema is for llguidance."""
+
+
+class _Work:
+    """Counts characters down from a bound."""
+
+    def __init__(self):
+        self._left = _MAX_WORK
+
+    def take(self, chars: int) -> None:
+        """Raises: _NotRegular if that is more than is left."""
+        self._left -= chars
+        if self._left < 0:
+            raise _NotRegular
 
 
 def regex_of(schema: object) -> str | None:
@@ -55,24 +77,27 @@ def regex_of(schema: object) -> str | None:
     Properties come in the order of the schema, and no others; after a comma and a colon there may be one space.
     """
     try:
-        return _regex(schema, schema, 0, frozenset())
+        return _regex(schema, schema, 0, frozenset(), _Work())
     except _NotRegular:
         return None
 
 
-def _regex(schema: object, root: object, depth: int, inside: frozenset[str]) -> str:
+def _regex(schema: object, root: object, depth: int, inside: frozenset[str], work: _Work) -> str:
+    work.take(_PER_SCHEMA)
     if not isinstance(schema, Mapping) or depth > _MAX_DEPTH:
         raise _NotRegular
 
     def of(part: object) -> str:
-        return _regex(part, root, depth + 1, inside)
+        found = _regex(part, root, depth + 1, inside, work)
+        work.take(len(found))
+        return found
 
     keys = set(schema) - _ANNOTATIONS
     if "$ref" in keys:
         target, name = _referred(schema, keys, root)
         if name in inside:
             raise _NotRegular
-        return _regex(target, root, depth + 1, inside | {name})
+        return _regex(target, root, depth + 1, inside | {name}, work)
     if keys & {"enum", "const"}:
         return _values(schema, keys)
     if "anyOf" in keys:
@@ -131,7 +156,7 @@ def _object(schema: Mapping, of) -> str:
     pairs = [
         f"{re.escape(json.dumps(name, ensure_ascii=False))}{_COLON}{of(part)}" for name, part in properties.items()
     ]
-    needed = [name in required for name in properties]
+    needed = list(map(set(required).__contains__, properties))
 
     def after(begin: int) -> str:
         rest = zip(pairs[begin:], needed[begin:], strict=True)
@@ -149,9 +174,10 @@ def _object(schema: Mapping, of) -> str:
 def _array(schema: Mapping, of) -> str:
     if "items" not in schema:
         raise _NotRegular
-    item, (least, most) = of(schema["items"]), _counts(schema, "minItems", "maxItems")
+    least, most = _counts(schema, "minItems", "maxItems")
     if most == 0:
         return r"\[\]"
+    item = of(schema["items"])
     further = f"(?:{_COMMA}{item}){{{max(least - 1, 0)},{'' if most is None else most - 1}}}"
     return _bounded(rf"\[{item}{further}\]" if least else rf"\[(?:{item}{further})?\]")
 
@@ -161,7 +187,15 @@ def _string(schema: Mapping, keys: set[str]) -> str:
         raise _NotRegular
     if "pattern" in keys:
         pattern = schema["pattern"]
-        if not isinstance(pattern, str) or "[^" in pattern or _SAFE_PATTERN.fullmatch(pattern) is None:
+        if (
+            not isinstance(pattern, str)
+            or len(pattern) > _MAX_CHARS
+            or "[^" in pattern
+            or _SAFE_PATTERN.fullmatch(pattern) is None
+        ):
+            raise _NotRegular
+        ranges = [pair for inside in _SET.findall(pattern) for pair in _RANGE.findall(inside)]
+        if "[]" in pattern or any(first <= each <= last for first, last in ranges for each in _ESCAPED):
             raise _NotRegular
         if "|" in _outside_of_groups(pattern):  # `^a|b$` is found in any text that begins with an a
             raise _NotRegular
@@ -176,10 +210,13 @@ def _string(schema: Mapping, keys: set[str]) -> str:
 
 def _outside_of_groups(pattern: str) -> str:
     """The characters of a pattern that stand in no group and no set, without escaped ones."""
-    left = re.sub(r"\\.|\[[^\]]*\]", "", pattern)
-    while left != (left := re.sub(r"\([^()]*\)", "", left)):
-        pass
-    return left
+    found, depth = [], 0
+    for char in re.sub(r"\\.|\[[^\]]*\]", "", pattern):
+        depth -= char == ")"
+        if depth <= 0:
+            found.append(char)
+        depth += char == "("
+    return "".join(found)
 
 
 def _counts(schema: Mapping, low: str, high: str) -> tuple[int, int | None]:

@@ -5,6 +5,7 @@ expression search algorithm", 1968), and by the construction of subsets a determ
 All of it is bounded: a stranger's regex costs a second or two at most, and is refused then.
 """
 
+import bisect
 import collections
 import functools
 import re
@@ -22,8 +23,8 @@ _MAX_CHARS = 2**18
 """Characters of a regex: Python's parser takes some 5 s for a million."""
 _MAX_NODES = 200_000
 """States of the nondeterministic automaton."""
-_MAX_WORK = 4_000_000
-"""Steps of the construction of subsets."""
+_MAX_STEPS, _MAX_WORK = 1_000_000, 4_000_000
+"""Steps of the construction of the nodes, which take about a microsecond, and of subsets."""
 _LAST = sys.maxunicode
 _LAST_CASED = 0x1FFFF
 """No character behind it has a case."""
@@ -67,6 +68,19 @@ def _without_anchors(items: list) -> list:
     return items
 
 
+class _Work:
+    """Counts steps down from a bound."""
+
+    def __init__(self, steps: int):
+        self._left = steps
+
+    def take(self, steps: int) -> None:
+        """So many steps are about to be taken. Raises: TooManyStates."""
+        self._left -= steps
+        if self._left < 0:
+            raise TooManyStates("its automaton takes too long to make; simplify it")
+
+
 class _Nodes:
     """The nondeterministic automaton. It is built from its end: each part knows the node that follows it."""
 
@@ -76,11 +90,15 @@ class _Nodes:
         self.empty: list[list[int]] = [[]]
         """Of each node those that it reaches without a byte."""
         self.accept = 0
+        self._work = _Work(_MAX_STEPS)
+        self._known: dict[tuple, Ranges] = {}
+        """The characters of each set."""
 
     def new(self, steps: list[tuple[int, int, int]] | None = None, empty: list[int] | None = None) -> int:
         """A node with these transitions."""
         if len(self.steps) >= _MAX_NODES:
             raise TooManyStates(f"it spells out to more than {_MAX_NODES} positions; repeat fewer times")
+        self._work.take(len(steps or ()) + len(empty or ()))
         self.steps.append(steps or [])
         self.empty.append(empty or [])
         return len(self.steps) - 1
@@ -93,9 +111,14 @@ class _Nodes:
 
     def item(self, kind: Any, value: Any, after: int, flags: int) -> int:
         """The first node of one item of Python's parser."""
+        self._work.take(1)
         if kind in (codes.LITERAL, codes.NOT_LITERAL, codes.ANY, codes.IN):
             entries = tuple(value) if kind is codes.IN else ((codes.LITERAL, value),)
-            return self.characters(_characters(kind, entries, flags), after)
+            self._work.take(len(entries))
+            key = kind, entries, flags
+            if key not in self._known:
+                self._known[key] = _characters(kind, entries, flags, self._work)
+            return self.characters(self._known[key], after)
         if kind is codes.BRANCH:
             return self.new(empty=[self.sequence(branch, after, flags) for branch in value[1]])
         if kind is codes.SUBPATTERN:
@@ -122,7 +145,9 @@ class _Nodes:
             for _ in range(most - least):
                 first = self.new(empty=[self.sequence(items, first, flags), after])
         for _ in range(least):
-            first = self.sequence(items, first, flags)
+            before, first = first, self.sequence(items, first, flags)
+            if first == before:  # they hold no character, however often
+                break
         return first
 
     def characters(self, ranges: Ranges, after: int) -> int:
@@ -187,8 +212,7 @@ def _merged(trees: list[tuple[int, int, tuple]]) -> tuple:
 # Characters
 
 
-@functools.lru_cache(256)
-def _characters(kind: Any, entries: tuple[tuple[Any, Any], ...], flags: int) -> Ranges:
+def _characters(kind: Any, entries: tuple[tuple[Any, Any], ...], flags: int, work: _Work) -> Ranges:
     """The characters that an item stands for; none are surrogates. Args: entries: of a set in brackets."""
     if kind is codes.ANY:
         return _complement(() if flags & re.DOTALL else ((10, 10),))
@@ -204,7 +228,11 @@ def _characters(kind: Any, entries: tuple[tuple[Any, Any], ...], flags: int) -> 
         else:
             ranges += _category(str(entry), bool(flags & re.ASCII))
     if flags & re.IGNORECASE:
-        ranges += [(b, b) for a, b in _cases() for first, last in tuple(ranges) if first <= a <= last]
+        cased, others = _cases()
+        for first, last in _sorted(ranges):
+            begin, end = bisect.bisect_left(cased, first), bisect.bisect_right(cased, last)
+            ranges += [(other, other) for other in others[begin:end]]
+    work.take(len(ranges))
     return _complement(_sorted(ranges)) if negated else _complement(_complement(_sorted(ranges)))
 
 
@@ -239,10 +267,11 @@ def _category(name: str, ascii_only: bool) -> Ranges:
 
 
 @functools.cache
-def _cases() -> tuple[tuple[int, int], ...]:
-    """Pairs of characters that differ in case only."""
+def _cases() -> tuple[list[int], list[int]]:
+    """The characters that have a case, sorted and as often as others differ from them in case only, and those."""
     found = {(i, ord(c)) for i in range(_LAST_CASED + 1) for c in (chr(i).lower(), chr(i).upper()) if len(c) == 1}
-    return tuple(sorted((a, b) for a, b in found | {(b, a) for a, b in found} if a != b))
+    pairs = sorted((a, b) for a, b in found | {(b, a) for a, b in found} if a != b)
+    return [a for a, _ in pairs], [b for _, b in pairs]
 
 
 # Subsets
@@ -253,14 +282,16 @@ def _determined(nodes: _Nodes, begin: int) -> tuple[np.ndarray, np.ndarray]:
     bounds = sorted({0, 256, *(b for steps in nodes.steps for first, last, _ in steps for b in (first, last + 1))})
     place = {bound: i for i, bound in enumerate(bounds)}
     closures: dict[int, frozenset[int]] = {}
-    work = 0
+    work = _Work(_MAX_WORK)
 
     def closure(node: int) -> frozenset[int]:
         """The nodes with transitions, and the accepting one, that a node reaches without a byte."""
         if node not in closures:
             seen, waiting = {node}, [node]
             while waiting:
-                for other in nodes.empty[waiting.pop()]:
+                others = nodes.empty[waiting.pop()]
+                work.take(len(others))
+                for other in others:
                     if other not in seen:
                         seen.add(other)
                         waiting.append(other)
@@ -276,12 +307,10 @@ def _determined(nodes: _Nodes, begin: int) -> tuple[np.ndarray, np.ndarray]:
         targets: dict[int, set[int]] = {}
         for node in state:
             for low, high, target in nodes.steps[node]:
-                reached = closure(target)
-                for i in range(place[low], place[high + 1]):
+                reached, columns = closure(target), range(place[low], place[high + 1])
+                work.take(max(1, len(reached)) * len(columns))
+                for i in columns:
                     targets.setdefault(i, set()).update(reached)
-                    work += len(reached)
-        if work > _MAX_WORK:
-            raise TooManyStates("its automaton takes too long to make; simplify it")
         row = {}
         for i, reached in targets.items():
             key = frozenset(reached)
