@@ -101,6 +101,23 @@ def test_seeds_parameters_and_token_ids_are_applied(client, expected):
         assert {c.weights_version for c in answer.choices} == {0}
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": "a", "\ud800": 1}),
+        ("/v1/completions", {"prompt": "a", "model": "\ud800"}),
+        ("/tokenize", {"prompt": "a", "\ud800": 1}),
+        ("/detokenize", {"tokens": [1], "\ud800": 1}),
+        ("/v1/chat/completions", {"messages": [{"role": "\ud800", "content": "a"}]}),
+        ("/v1/chat/completions", {"messages": [{"role": "\ud800", "content": "a"}], "stream": True}),
+    ],
+)
+def test_half_a_surrogate_pair_in_a_refused_request_comes_back_escaped(served, path, body):
+    answer = httpx.post(f"{served.url}{path}", content=json.dumps(body), timeout=60)
+    assert answer.status_code == 400 and "\\ud800" in answer.text
+    assert "error" in answer.json()
+
+
 def test_streams_join_to_the_answer(client, expected):
     events = list(
         client.completions.create(

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import hmac
+import json
 import math
 import time
 import uuid
@@ -12,7 +13,7 @@ from typing import Any
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
+from starlette.responses import HTMLResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from levanter_infer.engine.async_engine import AsyncEngine, QueueFull, Update
@@ -31,6 +32,16 @@ _OPEN_PATHS = ("/health",)
 _STREAM_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-store")]
 _CLOSE = {"Connection": "close"}
 """Header of an answer to a request whose rest is not read."""
+
+
+class _Json(Response):
+    """A JSON answer, in ASCII: messages repeat what a client sent, which may hold half a surrogate pair, and UTF-8 has
+    no form of that."""
+
+    media_type = "application/json"
+
+    def render(self, content: Any) -> bytes:
+        return json.dumps(content, allow_nan=False, separators=(",", ":")).encode("ascii")
 
 
 class Service:
@@ -95,25 +106,25 @@ class Service:
 
     async def _health(self, request: Request) -> Response:
         if not self.engine.is_ready:
-            return JSONResponse({"status": "not ready", "error": str(self.engine.error or "closing")}, 503)
-        return JSONResponse({"status": "ok"})
+            return _Json({"status": "not ready", "error": str(self.engine.error or "closing")}, 503)
+        return _Json({"status": "ok"})
 
     async def _metrics(self, request: Request) -> Response:
         return PlainTextResponse(self.engine.metrics().prometheus())
 
     async def _version(self, request: Request) -> Response:
-        return JSONResponse({"version": package_version()})
+        return _Json({"version": package_version()})
 
     async def _openapi(self, request: Request) -> Response:
-        return JSONResponse(description(self._key is not None))
+        return _Json(description(self._key is not None))
 
     async def _models(self, request: Request) -> Response:
         same = {"object": "model", "created": self._created, "owned_by": "levanter-infer"}
-        return JSONResponse({"object": "list", "data": [{"id": name, **same} for name in self._names]})
+        return _Json({"object": "list", "data": [{"id": name, **same} for name in self._names]})
 
     async def _tokenizer_info(self, request: Request) -> Response:
         try:
-            return JSONResponse(self._tokenization.info())
+            return _Json(self._tokenization.info())
         except ValueError as error:
             return _refused(error)
 
@@ -121,7 +132,7 @@ class Service:
         """In a thread of its own: a long text takes long."""
         try:
             body = await self._read(request)
-            return JSONResponse(await asyncio.to_thread(self._tokenization.answer, request.url.path, body))
+            return _Json(await asyncio.to_thread(self._tokenization.answer, request.url.path, body))
         except ClientDisconnect:
             return Response(status_code=499)
         except ValueError as error:
@@ -154,7 +165,7 @@ class Service:
             yield _unavailable(error)
             return
         status, content = answer(self._answers, call, outputs, name, created)
-        yield JSONResponse(content, status)
+        yield _Json(content, status)
 
     async def _stream(self, call: Call, name: str, created: int) -> AsyncGenerator[Response | str]:
         """The events of a call; what refuses it before its first update comes as a status."""
@@ -170,7 +181,7 @@ class Service:
                         outputs[prompt] = update.output
                         failed = failure(update.output)
                         if not has_begun and update.output.error is not None:
-                            yield JSONResponse(error_body(update.output.error, "invalid_request_error"), 400)
+                            yield _Json(error_body(update.output.error, "invalid_request_error"), 400)
                             return
                     before = "" if has_begun else events.first(update.num_prompt_tokens)
                     has_begun = True
@@ -288,7 +299,7 @@ class _Keyed:
             scheme, _, given = dict(scope["headers"]).get(b"authorization", b"").partition(b" ")
             if scheme.lower() != b"bearer" or not hmac.compare_digest(given.strip(), self._key):
                 said = error_body("the API key is missing or wrong; send it as a bearer token", "authentication_error")
-                await JSONResponse(said, 401, headers={"WWW-Authenticate": "Bearer"})(scope, receive, send)
+                await _Json(said, 401, headers={"WWW-Authenticate": "Bearer"})(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 
@@ -318,25 +329,25 @@ def _text(data: bytes) -> str:
 
 
 def _refused(error: ValueError) -> Response:
-    return JSONResponse(error_body(str(error), "invalid_request_error"), 400)
+    return _Json(error_body(str(error), "invalid_request_error"), 400)
 
 
 def _unavailable(error: RuntimeError) -> Response:
     """The answer where the engine takes no request: its queue is full, or it has stopped."""
     if not isinstance(error, QueueFull):
-        return JSONResponse(error_body(str(error), "server_error"), 503)
+        return _Json(error_body(str(error), "server_error"), 503)
     headers = {"Retry-After": str(max(1, math.ceil(error.retry_after)))}
-    return JSONResponse(error_body(str(error), "rate_limit_error"), 429, headers=headers)
+    return _Json(error_body(str(error), "rate_limit_error"), 429, headers=headers)
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     kind = "invalid_request_error" if error.status_code < 500 else "server_error"
-    return JSONResponse(error_body(error.detail, kind), error.status_code, headers=error.headers)
+    return _Json(error_body(error.detail, kind), error.status_code, headers=error.headers)
 
 
 async def _failure(request: Request, error: Exception) -> Response:
-    return JSONResponse(error_body("the server failed; its log has the cause", "server_error"), 500)
+    return _Json(error_body("the server failed; its log has the cause", "server_error"), 500)
 
 
 def _escaped(value: object) -> str:
