@@ -1,6 +1,7 @@
 """The ASGI application: endpoints, and what a client that goes away leaves behind."""
 
 import asyncio
+import concurrent.futures
 import contextlib
 import hmac
 import json
@@ -8,7 +9,7 @@ import math
 import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -27,9 +28,12 @@ from levanter_infer.serve.config import ServeConfig
 from levanter_infer.serve.openapi import description
 from levanter_infer.serve.tokenization import PATHS, Tokenization
 
+Result = TypeVar("Result")
 _OPEN_PATHS = ("/health",)
 """Paths that need no API key: a load balancer has none."""
 _STREAM_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-store")]
+_LARGE_BODY = 65536
+"""Bytes of a body that is no longer read on the event loop."""
 _CLOSE = {"Connection": "close"}
 """Header of an answer to a request whose rest is not read."""
 
@@ -72,6 +76,8 @@ class Service:
         self._config, self._key, self._facts = config, api_key, facts or {}
         self._tokenization = tokenization
         self._created = int(time.time())
+        # One thread, so that no more than one large body competes with the event loop for the interpreter
+        self._large = concurrent.futures.ThreadPoolExecutor(1, "levanter-infer-bodies")
 
     def app(self) -> Starlette:
         """The application."""
@@ -129,24 +135,33 @@ class Service:
             return _refused(error)
 
     async def _tokenize(self, request: Request) -> Response:
-        """In a thread of its own: a long text takes long."""
+        """In a thread of its own: a long text takes long, and so does its JSON."""
         try:
-            body = await self._read(request)
-            return _Json(await asyncio.to_thread(self._tokenization.answer, request.url.path, body))
+            body = await self._read(request, lambda body: body)
+            return await asyncio.to_thread(lambda: _Json(self._tokenization.answer(request.url.path, body)))
         except ClientDisconnect:
             return Response(status_code=499)
         except ValueError as error:
             return _refused(error)
 
-    async def _read(self, request: Request) -> Any:
-        """The JSON of a body. Raises: ClientDisconnect, HTTPException, ValueError."""
+    async def _read(self, request: Request, made: Callable[[Any], Result]) -> Result:
+        """`made` of the JSON of a body; of a large one in a thread.
+
+        Raises: ClientDisconnect, HTTPException, ValueError, and what `made` does.
+        """
         data = await _body(request, self._config.max_body_bytes, self._config.idle_timeout_s)
-        return parse_json(_text(data), "the body")
+
+        def read() -> Result:
+            return made(parse_json(_text(data), "the body"))
+
+        if len(data) < _LARGE_BODY:
+            return read()
+        return await asyncio.get_running_loop().run_in_executor(self._large, read)
 
     async def _complete(self, request: Request) -> Response:
         kind, name, created = PROMPTS[request.url.path], uuid.uuid4().hex, int(time.time())
         try:
-            call = self._reader.read(await self._read(request), kind, name)
+            call = await self._read(request, lambda body: self._reader.read(body, kind, name))
             if len(call.requests) > self._config.max_waiting:
                 said = f"{len(call.requests)} prompts in one request; expected at most {self._config.max_waiting}"
                 raise ValueError(said)
