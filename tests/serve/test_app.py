@@ -132,7 +132,8 @@ def test_parameters_of_a_call_are_read_once_for_all_its_prompts(monkeypatch):
     assert [(each.id, each.prompt, each.prompt_token_ids) for each in requests] == [
         ("name-0", "a", None), ("name-1", None, [1, 2]), ("name-2", "b", None)
     ]  # fmt: skip
-    assert {(each.sampling.stop_token_ids, each.sampling.n) for each in requests} == {(((7,), (8,)), 2)}
+    assert requests[0].sampling == SamplingParams(max_tokens=8, stop_token_ids=[7, 8], n=2)
+    assert all(each.sampling is requests[0].sampling for each in requests)
     assert {(each.cache_salt, each.timeout_s) for each in requests} == {("s", 5)}
     with pytest.raises(ValueError, match=r"body.prompt\[1\]"):
         reader.read({**body, "prompt": ["a", [-1]]}, "prompt", "name")
