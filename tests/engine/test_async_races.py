@@ -2,6 +2,8 @@
 
 import asyncio
 import dataclasses
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -241,6 +243,68 @@ def test_a_request_that_is_dropped_while_its_constraint_is_compiled_leaves_nothi
         may_go_on.set()
 
     run(engine, test)
+
+
+@pytest.mark.parametrize("streams", [False, True])
+@pytest.mark.parametrize("ends", ["abort", "deadline"])
+def test_a_request_ends_while_its_constraint_is_compiled(engine, monkeypatch, ends, streams):
+    may_go_on, compiles = threading.Event(), threading.Event()
+
+    def compile_slowly(*_):
+        compiles.set()
+        assert may_go_on.wait(60)
+
+    monkeypatch.setattr(engine._intake, "constraint", _unless(engine._intake.constraint, compile_slowly))
+    asked = Request("1+1=", id="slow", sampling=SamplingParams(choice=["1", "2"]))
+
+    async def ended(server):
+        if not streams:
+            return await server.generate(asked, timeout=0.1 if ends == "deadline" else None)
+        updates = [each async for each in server.stream(asked, timeout=0.1 if ends == "deadline" else None)]
+        return updates[-1].output
+
+    async def test(server):
+        task = asyncio.create_task(ended(server))
+        assert await asyncio.to_thread(compiles.wait, 10)
+        if ends == "abort":
+            assert await server.abort("slow")
+            assert not await server.abort("slow")
+        output = await asyncio.wait_for(task, 10)
+        assert not may_go_on.is_set() and server._waiting == 0 and not server._ids
+        await server.drain()
+        return output
+
+    try:
+        output = run(engine, test)  # the server ends too
+    finally:
+        may_go_on.set()
+    assert output.error is None and output.prompt_token_ids == engine.tokenizer.encode("1+1=")
+    assert [(each.finish_reason, each.token_ids) for each in output.completions] == [("abort", [])]
+    check_empty(engine)
+
+
+def _unless(of_none, of_constraint):
+    return lambda params: of_constraint(params) if params.is_constrained else of_none(params)
+
+
+def test_constraints_that_are_compiled_for_ever_leave_other_threads_and_the_exit_free():
+    program = """
+import asyncio, threading, time
+from levanter_infer.engine.threads import DaemonThreads
+
+async def main():
+    threads = DaemonThreads(2, "stuck")
+    calls = [asyncio.ensure_future(asyncio.wrap_future(threads.submit(time.sleep, 1000))) for _ in range(40)]
+    await asyncio.sleep(0.05)
+    assert sum(each.name.startswith("stuck") for each in threading.enumerate()) == 2
+    assert await asyncio.to_thread(lambda: 3) == 3
+    threads.close()
+
+asyncio.run(main())
+print("ended")
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert ended.stdout == "ended\n" and ended.returncode == 0, ended.stderr
 
 
 def test_a_function_of_a_call_that_calls_back_is_refused_and_does_not_hang(engine):

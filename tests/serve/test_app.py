@@ -17,6 +17,9 @@ import pytest
 
 from levanter_infer import Request, SamplingParams
 from levanter_infer.engine.async_engine import QueueFull
+from levanter_infer.io.prompts import RowParser
+from levanter_infer.serve.calls import CallReader
+from levanter_infer.serve.tools import ToolReader
 from tests.serve.server import running, tiny_engine
 
 PROMPT = "17+25="
@@ -99,6 +102,62 @@ def test_seeds_parameters_and_token_ids_are_applied(client, expected):
         assert [c.token_ids for c in answer.choices] == [c.token_ids for c in own]
         assert [c.prompt_token_ids for c in answer.choices] == [ids] * 3
         assert {c.weights_version for c in answer.choices} == {0}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": "a", "\ud800": 1}),
+        ("/v1/completions", {"prompt": "a", "model": "\ud800"}),
+        ("/tokenize", {"prompt": "a", "\ud800": 1}),
+        ("/detokenize", {"tokens": [1], "\ud800": 1}),
+        ("/v1/chat/completions", {"messages": [{"role": "\ud800", "content": "a"}]}),
+        ("/v1/chat/completions", {"messages": [{"role": "\ud800", "content": "a"}], "stream": True}),
+    ],
+)
+def test_half_a_surrogate_pair_in_a_refused_request_comes_back_escaped(served, path, body):
+    answer = httpx.post(f"{served.url}{path}", content=json.dumps(body), timeout=60)
+    assert answer.status_code == 400 and "\\ud800" in answer.text
+    assert "error" in answer.json()
+
+
+def test_parameters_of_a_call_are_read_once_for_all_its_prompts(monkeypatch):
+    made = []
+    check = SamplingParams.__post_init__
+    monkeypatch.setattr(SamplingParams, "__post_init__", lambda own: (made.append(own.stop_token_ids), check(own)))
+    reader = CallReader(RowParser(SamplingParams(max_tokens=8)), ToolReader("none", None), ["tiny"], 9)
+    body = {"prompt": ["a", [1, 2], "b"], "stop_token_ids": [7, 8], "cache_salt": "s", "timeout_s": 5, "n": 2}
+    requests = reader.read(body, "prompt", "name").requests
+    assert [each for each in made if each] == [[7, 8]]
+    assert [(each.id, each.prompt, each.prompt_token_ids) for each in requests] == [
+        ("name-0", "a", None), ("name-1", None, [1, 2]), ("name-2", "b", None)
+    ]  # fmt: skip
+    assert requests[0].sampling == SamplingParams(max_tokens=8, stop_token_ids=[7, 8], n=2)
+    assert all(each.sampling is requests[0].sampling for each in requests)
+    assert {(each.cache_salt, each.timeout_s) for each in requests} == {("s", 5)}
+    with pytest.raises(ValueError, match=r"body.prompt\[1\]"):
+        reader.read({**body, "prompt": ["a", [-1]]}, "prompt", "name")
+
+
+def test_a_large_body_is_read_beside_the_event_loop(served):
+    gaps, has_ended = [], asyncio.Event()
+
+    async def watch() -> None:
+        last = time.monotonic()
+        while not has_ended.is_set():
+            await asyncio.sleep(0.001)
+            gaps.append(time.monotonic() - last)
+            last = time.monotonic()
+
+    watching = asyncio.run_coroutine_threadsafe(watch(), served.loop)
+    content = json.dumps({"prompt": "a", "stop_token_ids": [1] * 1_000_000})
+    begin = time.monotonic()
+    answer = httpx.post(f"{served.url}/v1/completions", content=content, timeout=60)
+    seconds = time.monotonic() - begin
+    served.loop.call_soon_threadsafe(has_ended.set)
+    watching.result(10)
+    assert answer.status_code == 400 and "stop_token_ids has 1000000 entries" in answer.text
+    assert max(gaps) < seconds / 2
 
 
 def test_streams_join_to_the_answer(client, expected):

@@ -1,8 +1,9 @@
 """`AsyncEngine`: one thread owns an `InferenceEngine` and steps it; coroutines of any event loop await the results.
 
-A request goes from thread to thread: `_enter` (the caller's), `_prepare` (the intake thread: a text of any length
-becomes tokens while rounds go on), `_submit`, `_take` and `_end` (the owner thread), `_Reader.deliver` (the caller's).
-Whatever waits for the owner thread waits with an `_Answer`.
+A request goes from thread to thread: `_enter` and `_compile` (the caller's, which waits for one that compiles its
+constraint), `_prepare` (the intake thread: a text of any length becomes tokens while rounds go on), `_submit`, `_take`
+and `_end` (the owner thread), `_Reader.deliver` (the caller's). Whatever waits for the owner thread waits with an
+`Answer`.
 """
 
 import asyncio
@@ -11,6 +12,7 @@ import contextlib
 import dataclasses
 import functools
 import logging
+import numbers
 import queue
 import threading
 import time
@@ -24,10 +26,14 @@ from levanter_infer.engine.metrics import Registry
 from levanter_infer.engine.params import SamplingParams
 from levanter_infer.engine.request import Request, RequestOutput, as_request, first_and_last, refused
 from levanter_infer.engine.request_state import RequestState, SampleState
+from levanter_infer.engine.threads import Answer, DaemonThreads
 from levanter_infer.engine.wait_time import WaitTime
 from levanter_infer.policies import FinishReason
+from levanter_infer.structured.compiler import Wanted
 
 logger = logging.getLogger(__name__)
+_COMPILERS = 4
+"""Constraints that are compiled at once, at most."""
 
 
 class QueueFull(RuntimeError):
@@ -89,6 +95,8 @@ class _Reader:
         self.output: RequestOutput | None = None
         self.error: BaseException | None = None
         self.ready = asyncio.Event()
+        self.leaves = asyncio.Event()
+        """Set where the request ends, or is to end, so that nothing more is to be compiled for it."""
 
     def deliver(self, update: "Update | RequestOutput | BaseException") -> None:
         if isinstance(update, BaseException):
@@ -99,36 +107,7 @@ class _Reader:
             before = self.pending.get(update.index)
             self.pending[update.index] = update if before is None else before.merged(update)
         self.ready.set()
-
-
-class _Answer:
-    """What a coroutine awaits, and another thread gives."""
-
-    def __init__(self):
-        self._loop = asyncio.get_running_loop()
-        self._future = self._loop.create_future()
-
-    def __await__(self):
-        return self._future.__await__()
-
-    @property
-    def is_wanted(self) -> bool:
-        """Whether it is still awaited."""
-        return not self._future.done() and not self._loop.is_closed()
-
-    def give(self, result: Any = None, error: BaseException | None = None) -> None:
-        """Return the result, or raise the error, where it is awaited; from any thread."""
-
-        def enter() -> None:
-            if self._future.done():
-                return
-            if error is None:
-                self._future.set_result(result)
-            else:
-                self._future.set_exception(error)
-
-        with contextlib.suppress(RuntimeError):  # the loop is closed, and no coroutine waits there
-            self._loop.call_soon_threadsafe(enter)
+        self.leaves.set()
 
 
 @dataclasses.dataclass(eq=False)
@@ -183,6 +162,7 @@ class AsyncEngine:
         self._engine, self._max_waiting, self._max_round_seconds = engine, max_waiting, max_round_seconds
         self._commands: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         self._unprepared: queue.SimpleQueue[_Live | None] = queue.SimpleQueue()
+        self._compilers = DaemonThreads(_COMPILERS, "levanter-infer-constraints")
         self._lock = threading.Lock()
         self._waiting, self._calls = 0, 0
         self._ids: dict[str, _Live] = {}
@@ -191,10 +171,10 @@ class AsyncEngine:
         self._reading: set[_Live] = set()
         """Requests whose samples have all finished, while scores or routes are read."""
         self._mail: dict[asyncio.AbstractEventLoop, list] = collections.defaultdict(list)
-        self._asked: set[_Answer] = set()
+        self._asked: set[Answer] = set()
         """Answers that the owner thread owes."""
-        self._drains: list[_Answer] = []
-        self._closers: list[_Answer] = []
+        self._drains: list[Answer] = []
+        self._closers: list[Answer] = []
         self._paused: str | None = None
         self._idle, self._closing, self._stopping, self._ended = True, False, False, False
         self._wait_time = WaitTime()
@@ -262,11 +242,29 @@ class AsyncEngine:
 
     async def _compile(self, live: _Live) -> None:
         """Compile the constraint of a request, if it has one, which may take seconds, and hand it to the intake thread.
-        What is wrong with the constraint comes back with the output."""
-        if live.constrained is None:
+
+        What is wrong with the constraint comes back with the output. Where the request is aborted meanwhile, or its
+        deadline passes, it goes on without its constraint, to be checked and ended.
+        """
+        params = live.constrained
+        if params is None:
             return  # it has gone there already
-        with contextlib.suppress(ValueError):
-            await asyncio.to_thread(self._engine.compile_constraint, live.constrained)
+        timeout = live.request.timeout_s
+        has_deadline = isinstance(timeout, numbers.Real) and timeout > 0  # any other is refused, or is none
+        compiled = asyncio.wrap_future(self._compilers.submit(self._engine.compile_constraint, params))
+        leaves = asyncio.ensure_future(live.reader.leaves.wait())
+        try:
+            seconds = min(float(timeout), threading.TIMEOUT_MAX) if has_deadline else None  # type: ignore[arg-type]
+            await asyncio.wait((compiled, leaves), timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            leaves.cancel()
+            is_compiled = compiled.done()
+            compiled.cancel()
+        if is_compiled:
+            with contextlib.suppress(ValueError):
+                compiled.result()
+        else:
+            live.is_aborted = True
         self._unprepared.put(live)
 
     def check_capacity(self, count: int) -> None:
@@ -318,7 +316,9 @@ class AsyncEngine:
             if live.is_dropped or live.has_ended:
                 continue
             try:
-                prepared = self._engine.prepare(live.request)
+                # the constraint of one that ends now may not have been compiled, and is not needed
+                request = _unconstrained(live.request) if live.is_aborted else live.request
+                prepared = self._engine.prepare(request)
             except Exception as error:
                 prepared = error
             self._commands.put(functools.partial(self._submit, live, prepared))
@@ -363,7 +363,7 @@ class AsyncEngine:
 
     async def drain(self) -> None:
         """Wait until no request is in progress and all pages are free; a pause must end first."""
-        done = _Answer()
+        done = Answer()
         await self._on_owner(lambda: self._drains.append(done))
         await done
 
@@ -389,7 +389,7 @@ class AsyncEngine:
         with self._lock:
             if self._ended:
                 return
-            closed = _Answer()
+            closed = Answer()
             self._stopping = True
             self._closers.append(closed)
             self._commands.put(lambda: None)
@@ -397,7 +397,7 @@ class AsyncEngine:
 
     async def _on_owner(self, function: Callable[[], Any]) -> Any:
         self._check_thread()
-        answer = _Answer()
+        answer = Answer()
 
         def run() -> None:
             self._asked.discard(answer)
@@ -528,6 +528,9 @@ class AsyncEngine:
         live.is_aborted = True
         if live.state is not None:
             self._cancel(live.state)
+        else:
+            with contextlib.suppress(RuntimeError):  # the loop is closed, and no reader waits there
+                live.reader.loop.call_soon_threadsafe(live.reader.leaves.set)
         return True
 
     def _drop(self, live: _Live) -> None:
@@ -635,6 +638,7 @@ class AsyncEngine:
         with self._lock:
             self.error, self._closing, self._stopping = error, True, True
         self._unprepared.put(None)
+        self._compilers.close()
         states = list(self._by_state)
         if error is not None:
             logger.error("the owner thread of an AsyncEngine died", exc_info=error)
@@ -658,6 +662,12 @@ class AsyncEngine:
 def _deliver(letters: list[tuple[_Reader, Any]]) -> None:
     for reader, update in letters:
         reader.deliver(update)
+
+
+def _unconstrained(request: Request) -> Request:
+    if not isinstance(request.sampling, SamplingParams):
+        return request
+    return dataclasses.replace(request, sampling=dataclasses.replace(request.sampling, **Wanted()._asdict()))
 
 
 def _output(reader: _Reader) -> RequestOutput:

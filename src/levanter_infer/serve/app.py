@@ -1,18 +1,20 @@
 """The ASGI application: endpoints, and what a client that goes away leaves behind."""
 
 import asyncio
+import concurrent.futures
 import contextlib
 import hmac
+import json
 import math
 import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
+from starlette.responses import HTMLResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from levanter_infer.engine.async_engine import AsyncEngine, QueueFull, Update
@@ -26,11 +28,24 @@ from levanter_infer.serve.config import ServeConfig
 from levanter_infer.serve.openapi import description
 from levanter_infer.serve.tokenization import PATHS, Tokenization
 
+Result = TypeVar("Result")
 _OPEN_PATHS = ("/health",)
 """Paths that need no API key: a load balancer has none."""
 _STREAM_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-store")]
+_LARGE_BODY = 65536
+"""Bytes of a body that is no longer read on the event loop."""
 _CLOSE = {"Connection": "close"}
 """Header of an answer to a request whose rest is not read."""
+
+
+class _Json(Response):
+    """A JSON answer, in ASCII: messages repeat what a client sent, which may hold half a surrogate pair, and UTF-8 has
+    no form of that."""
+
+    media_type = "application/json"
+
+    def render(self, content: Any) -> bytes:
+        return json.dumps(content, allow_nan=False, separators=(",", ":")).encode("ascii")
 
 
 class Service:
@@ -61,6 +76,8 @@ class Service:
         self._config, self._key, self._facts = config, api_key, facts or {}
         self._tokenization = tokenization
         self._created = int(time.time())
+        # One thread, so that no more than one large body competes with the event loop for the interpreter
+        self._large = concurrent.futures.ThreadPoolExecutor(1, "levanter-infer-bodies")
 
     def app(self) -> Starlette:
         """The application."""
@@ -95,47 +112,56 @@ class Service:
 
     async def _health(self, request: Request) -> Response:
         if not self.engine.is_ready:
-            return JSONResponse({"status": "not ready", "error": str(self.engine.error or "closing")}, 503)
-        return JSONResponse({"status": "ok"})
+            return _Json({"status": "not ready", "error": str(self.engine.error or "closing")}, 503)
+        return _Json({"status": "ok"})
 
     async def _metrics(self, request: Request) -> Response:
         return PlainTextResponse(self.engine.metrics().prometheus())
 
     async def _version(self, request: Request) -> Response:
-        return JSONResponse({"version": package_version()})
+        return _Json({"version": package_version()})
 
     async def _openapi(self, request: Request) -> Response:
-        return JSONResponse(description(self._key is not None))
+        return _Json(description(self._key is not None))
 
     async def _models(self, request: Request) -> Response:
         same = {"object": "model", "created": self._created, "owned_by": "levanter-infer"}
-        return JSONResponse({"object": "list", "data": [{"id": name, **same} for name in self._names]})
+        return _Json({"object": "list", "data": [{"id": name, **same} for name in self._names]})
 
     async def _tokenizer_info(self, request: Request) -> Response:
         try:
-            return JSONResponse(self._tokenization.info())
+            return _Json(self._tokenization.info())
         except ValueError as error:
             return _refused(error)
 
     async def _tokenize(self, request: Request) -> Response:
-        """In a thread of its own: a long text takes long."""
+        """In a thread of its own: a long text takes long, and so does its JSON."""
         try:
-            body = await self._read(request)
-            return JSONResponse(await asyncio.to_thread(self._tokenization.answer, request.url.path, body))
+            body = await self._read(request, lambda body: body)
+            return await asyncio.to_thread(lambda: _Json(self._tokenization.answer(request.url.path, body)))
         except ClientDisconnect:
             return Response(status_code=499)
         except ValueError as error:
             return _refused(error)
 
-    async def _read(self, request: Request) -> Any:
-        """The JSON of a body. Raises: ClientDisconnect, HTTPException, ValueError."""
+    async def _read(self, request: Request, made: Callable[[Any], Result]) -> Result:
+        """`made` of the JSON of a body; of a large one in a thread.
+
+        Raises: ClientDisconnect, HTTPException, ValueError, and what `made` does.
+        """
         data = await _body(request, self._config.max_body_bytes, self._config.idle_timeout_s)
-        return parse_json(_text(data), "the body")
+
+        def read() -> Result:
+            return made(parse_json(_text(data), "the body"))
+
+        if len(data) < _LARGE_BODY:
+            return read()
+        return await asyncio.get_running_loop().run_in_executor(self._large, read)
 
     async def _complete(self, request: Request) -> Response:
         kind, name, created = PROMPTS[request.url.path], uuid.uuid4().hex, int(time.time())
         try:
-            call = self._reader.read(await self._read(request), kind, name)
+            call = await self._read(request, lambda body: self._reader.read(body, kind, name))
             if len(call.requests) > self._config.max_waiting:
                 said = f"{len(call.requests)} prompts in one request; expected at most {self._config.max_waiting}"
                 raise ValueError(said)
@@ -154,7 +180,7 @@ class Service:
             yield _unavailable(error)
             return
         status, content = answer(self._answers, call, outputs, name, created)
-        yield JSONResponse(content, status)
+        yield _Json(content, status)
 
     async def _stream(self, call: Call, name: str, created: int) -> AsyncGenerator[Response | str]:
         """The events of a call; what refuses it before its first update comes as a status."""
@@ -170,7 +196,7 @@ class Service:
                         outputs[prompt] = update.output
                         failed = failure(update.output)
                         if not has_begun and update.output.error is not None:
-                            yield JSONResponse(error_body(update.output.error, "invalid_request_error"), 400)
+                            yield _Json(error_body(update.output.error, "invalid_request_error"), 400)
                             return
                     before = "" if has_begun else events.first(update.num_prompt_tokens)
                     has_begun = True
@@ -288,7 +314,7 @@ class _Keyed:
             scheme, _, given = dict(scope["headers"]).get(b"authorization", b"").partition(b" ")
             if scheme.lower() != b"bearer" or not hmac.compare_digest(given.strip(), self._key):
                 said = error_body("the API key is missing or wrong; send it as a bearer token", "authentication_error")
-                await JSONResponse(said, 401, headers={"WWW-Authenticate": "Bearer"})(scope, receive, send)
+                await _Json(said, 401, headers={"WWW-Authenticate": "Bearer"})(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 
@@ -318,25 +344,25 @@ def _text(data: bytes) -> str:
 
 
 def _refused(error: ValueError) -> Response:
-    return JSONResponse(error_body(str(error), "invalid_request_error"), 400)
+    return _Json(error_body(str(error), "invalid_request_error"), 400)
 
 
 def _unavailable(error: RuntimeError) -> Response:
     """The answer where the engine takes no request: its queue is full, or it has stopped."""
     if not isinstance(error, QueueFull):
-        return JSONResponse(error_body(str(error), "server_error"), 503)
+        return _Json(error_body(str(error), "server_error"), 503)
     headers = {"Retry-After": str(max(1, math.ceil(error.retry_after)))}
-    return JSONResponse(error_body(str(error), "rate_limit_error"), 429, headers=headers)
+    return _Json(error_body(str(error), "rate_limit_error"), 429, headers=headers)
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     kind = "invalid_request_error" if error.status_code < 500 else "server_error"
-    return JSONResponse(error_body(error.detail, kind), error.status_code, headers=error.headers)
+    return _Json(error_body(error.detail, kind), error.status_code, headers=error.headers)
 
 
 async def _failure(request: Request, error: Exception) -> Response:
-    return JSONResponse(error_body("the server failed; its log has the cause", "server_error"), 500)
+    return _Json(error_body("the server failed; its log has the cause", "server_error"), 500)
 
 
 def _escaped(value: object) -> str:

@@ -71,11 +71,15 @@ class CallReader:
         requests, tools = [], None
         for i, prompt in enumerate(prompts):
             own_name = f"{name}-{i}"
-            content = body_row({**rest, kind: prompt}, kind, own_name, self.model_names, taker="this server", own=OWN)
+            others = {} if requests else rest  # the first prompt's request has them; they are read once
+            content = body_row({**others, kind: prompt}, kind, own_name, self.model_names, taker="this server", own=OWN)
             row = self.parser.row(content, own_name, "the request" if len(prompts) == 1 else f"body.prompt[{i}]")
             if row.request is None:
                 raise ValueError(row.error)
             request = row.request
+            if requests:
+                ids = request.prompt_token_ids
+                request = dataclasses.replace(requests[0], prompt=request.prompt, prompt_token_ids=ids, id=request.id)
             if is_chat:
                 request, tools = self.tools.read(body, request)
             requests.append(request)
