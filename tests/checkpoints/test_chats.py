@@ -168,6 +168,17 @@ def test_a_variable_that_the_template_does_not_read_is_named_once(tokenizers, ca
     ]
 
 
+def test_names_that_clients_choose_are_neither_all_kept_nor_shown_in_full(caplog):
+    template = ChatTemplate("{{ messages[0].content }}")
+    template.render([USER])
+    with caplog.at_level(logging.WARNING):
+        for i in range(300):
+            template.warn_of_unread([f"x{i}" + "y" * 100_000])
+    shown = [record.getMessage() for record in caplog.records]
+    assert 1 < len(shown) <= 100 and max(map(len, shown)) < 200
+    assert sum(map(len, template._warned)) < 10_000
+
+
 def nested(depth: int, make):
     value: object = "x"
     for _ in range(depth):

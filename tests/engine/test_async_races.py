@@ -228,6 +228,23 @@ def test_what_fails_while_a_text_is_read_fails_alone(engine, monkeypatch):
     assert run(engine, test) == alone(engine, [request(1, 20)])
 
 
+def test_an_error_of_the_engine_is_not_the_requests_fault(engine, monkeypatch):
+    def fail(*_, **__):
+        raise ValueError("no such program")
+
+    async def test(server):
+        refused = await server.generate([])
+        with monkeypatch.context() as patch:
+            patch.setattr(engine, "submit", fail)
+            with pytest.raises(ValueError, match="no such program"):
+                await server.generate(request(1, 20))
+        assert not server._ids and server._waiting == 0
+        return refused.error, [(await server.generate(request(1, 20))).completions[0].token_ids]
+
+    error, tokens = run(engine, test)
+    assert "empty" in error and tokens == alone(engine, [request(1, 20)])
+
+
 def test_a_request_that_is_dropped_while_its_constraint_is_compiled_leaves_nothing(engine, monkeypatch):
     may_go_on = threading.Event()
     monkeypatch.setattr(engine, "compile_constraint", lambda _: may_go_on.wait(60))

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from levanter_infer.decode.invariants import check_invariants
+from levanter_infer.engine import intake
 from levanter_infer.engine.config import EngineConfig
 from levanter_infer.engine.engine import InferenceEngine
 from levanter_infer.engine.params import SamplingParams
@@ -158,6 +159,28 @@ def test_only_requests_of_one_salt_share(engine):
     assert run(engine, request(text(18), salt="a"))["prefix_hits"] == 0
     assert run(engine, request(text(18), salt="b"), request(text(18)))["prefix_hits"] == 0
     assert run(engine, request(text(18), salt="a"))["prefix_hits"] == 4
+
+
+def root_of(engine: InferenceEngine, salt: str | None) -> int:
+    return engine._intake.root(engine.prepare(dataclasses.replace(request(text(3), salt=salt), id="0")))
+
+
+def test_a_salt_that_is_forgotten_finds_no_pages_and_neither_do_others(engine, monkeypatch):
+    monkeypatch.setattr(intake, "_KEPT_ROOTS", 3)
+    assert run(engine, request(text(18)), request(text(18), salt="a"))["prefix_hits"] == 0
+    roots = [root_of(engine, salt) for salt in (None, "a", "b", "a", "c", "d", "b", "a", None)]
+    plain, a, b, again, c, d, b_anew, a_anew, still_plain = roots
+    assert (again, still_plain) == (a, plain)
+    assert len({plain, a, b, c, d, b_anew, a_anew}) == 7
+    assert len(engine._intake._roots) == 3
+    assert run(engine, request(text(18), salt="a"))["prefix_hits"] == 0
+    assert run(engine, request(text(18)))["prefix_hits"] == 4
+
+
+def test_salts_beyond_the_last_number_share_nothing(engine, monkeypatch):
+    monkeypatch.setattr(intake, "_FIRST_OWN_ROOT", 2)
+    for salt, hits in (("a", 0), ("b", 0), ("c", 0), ("c", 0), ("a", 4)):
+        assert run(engine, request(text(18), salt=salt))["prefix_hits"] == hits
 
 
 @pytest.mark.parametrize("salt", ["", 5, "x" * 257])

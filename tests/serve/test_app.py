@@ -16,8 +16,10 @@ import openai
 import pytest
 
 from levanter_infer import Request, SamplingParams
-from levanter_infer.engine.async_engine import QueueFull
+from levanter_infer.engine.async_engine import QueueFull, Update
+from levanter_infer.io.openai import Answers
 from levanter_infer.io.prompts import RowParser
+from levanter_infer.serve.answers import Events
 from levanter_infer.serve.calls import CallReader
 from levanter_infer.serve.tools import ToolReader
 from tests.serve.server import running, tiny_engine
@@ -158,6 +160,38 @@ def test_a_large_body_is_read_beside_the_event_loop(served):
     watching.result(10)
     assert answer.status_code == 400 and "stop_token_ids has 1000000 entries" in answer.text
     assert max(gaps) < seconds / 2
+
+
+def test_text_offsets_of_a_stream_are_those_of_the_answer(engine, expected):
+    answers = Answers("tiny", engine.tokenizer)
+    reader = CallReader(RowParser(SamplingParams()), ToolReader("none", engine.tokenizer), ["tiny"], 9)
+    call = reader.read({"prompt": [PROMPT, "1+1="], "logprobs": 2, "stream": True}, "prompt", "name")
+    events, joined = Events(answers, call, "name", 0, "tiny"), {}
+    for begin, end in ((0, 1), (1, 1), (1, 2), (2, 8)):
+        for prompt, output in enumerate(expected["greedy"]):
+            (own,) = output.completions
+            part = slice(begin, end)
+            update = Update(
+                "name", 0, own.token_ids[part], "", own.logprobs[part], own.processed_logprobs[part],
+                own.top_logprobs[part], own.token_versions[part],
+            )  # fmt: skip
+            (choice,) = json.loads(events.update(prompt, update).removeprefix("data: "))["choices"]
+            joined.setdefault(choice["index"], []).extend(choice["logprobs"]["text_offset"])
+    whole = [answers.logprobs(output.completions[0])["text_offset"] for output in expected["greedy"]]
+    assert joined == dict(enumerate(whole)) and all(len(each) > 2 for each in whole)
+
+
+@pytest.mark.parametrize(
+    ("status", "changes"),
+    [
+        (400, {"prompt": "a", "allowed_token_ids": [0], "stop_token_ids": [0], "min_tokens": 1}),
+        (408, {"prompt": "a", "timeout_s": 1e-6}),
+    ],
+)
+def test_a_stream_that_fails_before_any_token_has_the_status_of_the_answer(served, status, changes):
+    whole, streamed = (post(served, **changes, stream=stream) for stream in (False, True))
+    assert (whole.status_code, streamed.status_code) == (status, status)
+    assert streamed.json() == whole.json()
 
 
 def test_streams_join_to_the_answer(client, expected):

@@ -38,6 +38,8 @@ _MESSAGE_CPU_S = 0.005
 """Processor time that a message adds to the limit: published templates look back over all messages at each."""
 _MAX_COMPILATIONS = 3
 """Number of stopped compilations after which a template counts as broken."""
+_MAX_WARNINGS, _SHOWN_CHARS = 100, 80
+"""Names of unread variables that are warned of, and characters of one that are shown and kept."""
 MAX_TEMPLATE_CHARS = 1_000_000
 MAX_OUTPUT_CHARS = 8_000_000
 
@@ -104,10 +106,13 @@ class ChatTemplate:
         return text if final is None else cut_at_tag(text, final)
 
     def warn_of_unread(self, names: Iterable[str]) -> None:
-        """Warn once of each variable that the template does not read. Requires: `render` has returned."""
-        for name in set(names) - set(self._description["reads"]) - self._warned:
-            self._warned.add(name)
-            logger.warning("the model's chat template reads no variable %r, which was given to it", name)
+        """Warn once of each variable that the template does not read, and of the first 100 only: clients choose the
+        names. Requires: `render` has returned."""
+        for name in set(names) - set(self._description["reads"]):
+            shown = name if len(name) <= _SHOWN_CHARS else f"{name[:_SHOWN_CHARS]}..."
+            if shown not in self._warned and len(self._warned) < _MAX_WARNINGS:
+                self._warned.add(shown)
+                logger.warning("the model's chat template reads no variable %r, which was given to it", shown)
 
     def _ready(self) -> "_Worker | dict":
         """A worker with the compiled template, or the answer with the reason why there is none."""

@@ -501,6 +501,9 @@ class AsyncEngine:
     def _submit(self, live: _Live, prepared: RequestState | Exception) -> None:
         if live.has_ended:  # dropped before it came here
             return
+        if isinstance(prepared, ValueError):  # the only kind of error that says that the request is wrong
+            self._end(live, refused(live.request, live.id, str(prepared)))
+            return
         try:
             if isinstance(prepared, Exception):
                 raise prepared
@@ -512,9 +515,6 @@ class AsyncEngine:
                 self._end(live, prepared.output())
                 return
             state = self._engine.submit(prepared)
-        except ValueError as error:
-            self._end(live, refused(live.request, live.id, str(error)))
-            return
         except Exception as error:  # the engine sleeps or has no weights, and what it has to do for this request fails
             self._end(live, error)
             return

@@ -1,5 +1,6 @@
 """`Intake`: turns text and chats into token ids, and a `Request` into the `RequestState` that the engine serves."""
 
+import collections
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
@@ -20,6 +21,8 @@ _CHAT_ONLY = {field.name: field.default for field in dataclasses.fields(Request)
 """Fields of a request that only a chat may set, with their defaults."""
 _FIRST_OWN_ROOT = 2**28
 """From here on numbers of roots belong to one request each."""
+_KEPT_ROOTS = 4096
+"""Roots of versions and salts that are remembered, at most; clients choose the salts."""
 _FLAGS = ("add_generation_prompt", "continue_final_message")
 
 
@@ -41,14 +44,16 @@ class Intake:
         self._constraint_shapes: Callable[[], ConstraintShapes] = functools.cache(
             lambda: constraint_shapes(config, shapes.limits.vocab_size)
         )
-        self._roots: dict[tuple[int, str | None], int] = {}
-        self._num_own_roots = 0
+        self._roots: collections.OrderedDict[tuple[int, str | None], int] = collections.OrderedDict()
+        """Numbers of versions and salts; the one that was asked for last is last."""
+        self._num_roots = self._num_own_roots = 0
         self.version = 0
         """Version of the weights: requests share pages that this version has computed only."""
 
     def forget_roots(self) -> None:
         """Start the numbering of salts and versions again. Requires: no page is stored for any of them."""
         self._roots.clear()
+        self._num_roots = 0
 
     def request_state(self, request: Request, default_id: str) -> RequestState:
         """The state of a request, with the samples that serve it; its `root` is that of when it is queued, and another
@@ -109,15 +114,33 @@ class Intake:
         """The root in the prefix table of a request that is queued now: requests of one root share pages.
 
         Each version of the weights with each salt has two roots: an odd one, and an even one for scored prompts
-        (`is_scored_root`). A request that wants its routed experts has a root of its own, because a page that another
-        one has computed says nothing of them.
+        (`is_scored_root`). Those of a salt that was not asked for for long are forgotten: it gets new ones, and its
+        pages are not found again. A request that wants its routed experts has a root of its own, because a page that
+        another one has computed says nothing of them.
         """
-        if request.params.return_routed_experts:
-            number = _FIRST_OWN_ROOT + self._num_own_roots % _FIRST_OWN_ROOT
-            self._num_own_roots += 1
-            return DEFAULT_ROOT - 2 * number - (request.params.prompt_logprobs is not None)
-        number = self._roots.setdefault((self.version, request.cache_salt), len(self._roots))
+        number = self._own_number() if request.params.return_routed_experts else self._number(request.cache_salt)
         return DEFAULT_ROOT - 2 * number - (request.params.prompt_logprobs is not None)
+
+    def _own_number(self) -> int:
+        number = _FIRST_OWN_ROOT + self._num_own_roots % _FIRST_OWN_ROOT
+        self._num_own_roots += 1
+        return number
+
+    def _number(self, salt: str | None) -> int:
+        """The number of this version and a salt. None is given twice, since pages may be stored for one that was
+        forgotten; a request gets its own when all have been given."""
+        key = (self.version, salt)
+        if key in self._roots:
+            self._roots.move_to_end(key)
+            return self._roots[key]
+        if self._num_roots == _FIRST_OWN_ROOT:
+            return self._own_number()
+        if len(self._roots) == _KEPT_ROOTS:  # requests without a salt keep theirs, however many salts come
+            unsalted = (self.version, None)
+            del self._roots[next(each for each in self._roots if each != unsalted)]
+        self._roots[key] = self._num_roots
+        self._num_roots += 1
+        return self._roots[key]
 
     def _token_ids(self, request: Request, max_tokens: int):
         """The prompt as token ids; those that were given are not looked at. A text that is too long is not encoded."""

@@ -256,10 +256,10 @@ class Answers:
         text, data = self._text(token)
         return {"token": text, "bytes": data, "logprob": _logprob(logprob)}
 
-    def logprobs(self, c: "Completion | Update") -> dict[str, Any]:
-        """`logprobs` of a choice that is no chat."""
+    def logprobs(self, c: "Completion | Update", begin: int = 0) -> dict[str, Any]:
+        """`logprobs` of a choice that is no chat; begin: where its tokens begin in the choice, in characters."""
         columns = self._columns(c.token_ids, c.logprobs, c.top_logprobs)
-        return {**columns, "text_offset": _offsets(columns["tokens"])}
+        return {**columns, "text_offset": _offsets(columns["tokens"], begin)}
 
     def _columns(self, tokens, logprobs, top_logprobs) -> dict[str, Any]:
         tops = None
@@ -321,9 +321,9 @@ def prompt_logprobs(output: RequestOutput) -> list[dict[str, float] | None]:
     return [None, *({str(t): _logprob(v) for t, v in {token: value, **top}.items()} for token, value, top in own)]
 
 
-def _offsets(texts: Sequence[str]) -> list[int]:
-    """Where each text begins in all of them together, in characters."""
-    return list(itertools.accumulate((len(text) for text in texts[:-1]), initial=0)) if texts else []
+def _offsets(texts: Sequence[str], begin: int = 0) -> list[int]:
+    """Where each text begins in all of them together, in characters, if the first begins at `begin`."""
+    return list(itertools.accumulate((len(text) for text in texts[:-1]), initial=begin)) if texts else []
 
 
 def usage(outputs: Sequence[RequestOutput]) -> dict[str, int]:

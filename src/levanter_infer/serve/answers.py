@@ -104,6 +104,8 @@ class Events:
         self._parsers: dict[int, CallParser] = {}
         self._counts: collections.Counter[int] = collections.Counter()
         """Tokens of each choice."""
+        self._chars: collections.Counter[int] = collections.Counter()
+        """Characters of the tokens of each choice whose log probabilities are asked for."""
 
     def first(self, num_prompt_tokens: int) -> str:
         """The events before any token."""
@@ -124,11 +126,7 @@ class Events:
         so_far = self._so_far(index, update.num_prompt_tokens)
         parts, reason = self._parts(index, update)
         choice: dict[str, Any] = {"index": index, **parts[0]}
-        if self._asked:
-            render = self._answers.chat_logprobs if self._is_chat else self._answers.logprobs
-            choice["logprobs"] = render(update)
-        else:
-            choice["logprobs"] = None
+        choice["logprobs"] = self._logprobs(index, update) if self._asked else None
         choice |= {"finish_reason": reason, "weights_version": _last_version(update)}
         if reason is not None:
             stop = update.stop_reason
@@ -138,6 +136,13 @@ class Events:
             choice["token_versions"] = [int(version) for version in update.token_versions]
         others = [self._event([{"index": index, **part, "finish_reason": None}], so_far) for part in parts[1:]]
         return "".join([*others, self._event([choice], so_far)])
+
+    def _logprobs(self, index: int, update: Update) -> dict[str, Any]:
+        if self._is_chat:
+            return self._answers.chat_logprobs(update)
+        found = self._answers.logprobs(update, self._chars[index])
+        self._chars[index] += sum(map(len, found["tokens"]))
+        return found
 
     def _so_far(self, index: int, num_prompt_tokens: int) -> dict[str, int] | None:
         return counted(num_prompt_tokens, self._counts[index]) if self._call.continuous_usage else None

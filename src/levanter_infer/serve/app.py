@@ -183,7 +183,7 @@ class Service:
         yield _Json(content, status)
 
     async def _stream(self, call: Call, name: str, created: int) -> AsyncGenerator[Response | str]:
-        """The events of a call; what refuses it before its first update comes as a status."""
+        """The events of a call; what fails before its first event comes as a status."""
         events = Events(self._answers, call, name, created, self._names[0])
         outputs: dict[int, RequestOutput] = {}
         has_begun = False
@@ -195,8 +195,9 @@ class Service:
                     if update.output is not None:
                         outputs[prompt] = update.output
                         failed = failure(update.output)
-                        if not has_begun and update.output.error is not None:
-                            yield _Json(error_body(update.output.error, "invalid_request_error"), 400)
+                        if failed is not None and not has_begun:
+                            status, content = failed
+                            yield _Json(content, status)
                             return
                     before = "" if has_begun else events.first(update.num_prompt_tokens)
                     has_begun = True
