@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import dataclasses
-import socket
 import threading
 from collections.abc import Iterator
 
@@ -15,7 +14,7 @@ from levanter_infer.io.prompts import RowParser
 from levanter_infer.serve.app import Service
 from levanter_infer.serve.calls import CallReader
 from levanter_infer.serve.config import ServeConfig
-from levanter_infer.serve.connections import http_config
+from levanter_infer.serve.connections import http_config, listener
 from levanter_infer.serve.tokenization import Tokenization
 from levanter_infer.serve.tools import ToolReader
 
@@ -48,7 +47,7 @@ def running(engine: InferenceEngine, *, api_key: str | None = None, **limits) ->
     config = ServeConfig(model_names=["tiny", "other"], **limits)
     started: threading.Event = threading.Event()
     found: dict[str, Running] = {}
-    listener = socket.create_server(("127.0.0.1", 0), backlog=2048)
+    bound = listener("127.0.0.1", 0)
 
     async def serve() -> None:
         async with AsyncEngine(engine, max_waiting=config.max_waiting) as asynchronous:
@@ -60,11 +59,11 @@ def running(engine: InferenceEngine, *, api_key: str | None = None, **limits) ->
             service = Service(asynchronous, answers, reader, config, tokenization, api_key=api_key)
             server = uvicorn.Server(http_config(service.app(), config))
             server.install_signal_handlers = lambda: None  # type: ignore[attr-defined]
-            url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+            url = f"http://127.0.0.1:{bound.getsockname()[1]}"
             found["it"] = Running(url, engine, asynchronous, asyncio.get_running_loop())
             found["server"] = server  # type: ignore[assignment]
             started.set()
-            await server.serve(sockets=[listener])
+            await server.serve(sockets=[bound])
 
     thread = threading.Thread(target=lambda: asyncio.run(serve()), daemon=True)
     thread.start()

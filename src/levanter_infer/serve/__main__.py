@@ -9,7 +9,6 @@ import dataclasses
 import gc
 import logging
 import resource
-import socket
 import sys
 from collections.abc import Callable, Sequence
 
@@ -56,13 +55,18 @@ def run(config: ServeRunConfig) -> int:
     try:
         import uvicorn
 
-        from levanter_infer.serve.connections import http_config
+        from levanter_infer.serve.connections import http_config, listener
     except ModuleNotFoundError as e:
         raise ValueError(
             f"serve needs {e.name}: install this package with its extra, in a checkout pip install '.[serve]'"
         ) from e
     key = config.serve.api_key()
-    listener = _listener(config)
+    try:
+        # Before the model is loaded, so that an address in use is answered at once.
+        bound = listener(config.serve.host, config.serve.port)
+    except OSError as e:
+        where = f"serve.host={config.serve.host} serve.port={config.serve.port}"
+        raise ValueError(f"cannot listen on {where}: {e.strerror or e}") from e
     engine = make_engine(config, 0, ahead=config.serve.compile_ahead)
     engine.warmup()
 
@@ -85,9 +89,9 @@ def run(config: ServeRunConfig) -> int:
             facts = {"engine": engine.describe()}
             tokenization = Tokenization(engine.tokenizer, engine.shapes.max_seq_len, names)
             service = Service(running, answers, reader, config.serve, tokenization, api_key=key, facts=facts)
-            host, port = listener.getsockname()[:2]
+            host, port = bound.getsockname()[:2]
             say(f"serving   http://{f'[{host}]' if ':' in host else host}:{port} as {', '.join(names)}")
-            await uvicorn.Server(http_config(service.app(), config.serve)).serve(sockets=[listener])
+            await uvicorn.Server(http_config(service.app(), config.serve)).serve(sockets=[bound])
 
     _quicken()
     allow_files(config.serve.max_connections)
@@ -132,13 +136,3 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
     except ModuleNotFoundError:
         return None
     return uvloop.new_event_loop
-
-
-def _listener(config: ServeRunConfig) -> socket.socket:
-    """Bound before the model is loaded, so that an address in use is answered at once."""
-    host, port = config.serve.host, config.serve.port
-    try:
-        (family, *_, address), *_ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        return socket.create_server(address[:2], family=family, backlog=2048)
-    except OSError as e:
-        raise ValueError(f"cannot listen on serve.host={host} serve.port={port}: {e.strerror or e}") from e
