@@ -46,6 +46,14 @@ SCHEMAS = {
 }
 
 
+def test_the_first_mask_of_a_large_grammar_is_computed_where_it_is_compiled():
+    begin = time.perf_counter()
+    guide = Guides(VOCAB, [END]).of_grammar(optional(2000))
+    compiled = time.perf_counter()
+    guide.copy().allowed()
+    assert time.perf_counter() - compiled < (compiled - begin) / 4
+
+
 @pytest.mark.parametrize("grammar", [lark, terminals, optional])
 def test_a_chain_of_rules_does_not_overflow_the_stack(grammar):
     made = Guides(VOCAB, [END])

@@ -104,7 +104,10 @@ class Guides:
         import llguidance
 
         def make():
-            return llguidance.LLMatcher(tokenizer, compiled(llguidance.LLMatcher))
+            matcher = llguidance.LLMatcher(tokenizer, compiled(llguidance.LLMatcher))
+            if not matcher.is_error():  # copies share the first mask, which takes seconds for thousands of alternatives
+                matcher.compute_bitmask()
+            return matcher
 
         try:
             matcher = _on_large_stack(make)
