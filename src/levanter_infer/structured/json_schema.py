@@ -8,6 +8,8 @@ import json
 import re
 from collections.abc import Mapping
 
+from levanter_infer.structured.work import Work
+
 _ANNOTATIONS = {
     "title", "description", "default", "examples", "$schema", "$id", "$comment", "$defs", "definitions", "deprecated",
     "readOnly", "writeOnly",
@@ -58,31 +60,18 @@ class _NotRegular(Exception):
     """The schema is for llguidance."""
 
 
-class _Work:
-    """Counts characters down from a bound."""
-
-    def __init__(self):
-        self._left = _MAX_WORK
-
-    def take(self, chars: int) -> None:
-        """Raises: _NotRegular if that is more than is left."""
-        self._left -= chars
-        if self._left < 0:
-            raise _NotRegular
-
-
 def regex_of(schema: object) -> str | None:
     """The regular expression of the JSON texts that conform to a schema; None if it has something that is not known.
 
     Properties come in the order of the schema, and no others; after a comma and a colon there may be one space.
     """
     try:
-        return _regex(schema, schema, 0, frozenset(), _Work())
+        return _regex(schema, schema, 0, frozenset(), Work(_MAX_WORK, _NotRegular()))
     except _NotRegular:
         return None
 
 
-def _regex(schema: object, root: object, depth: int, inside: frozenset[str], work: _Work) -> str:
+def _regex(schema: object, root: object, depth: int, inside: frozenset[str], work: Work) -> str:
     work.take(_PER_SCHEMA)
     if not isinstance(schema, Mapping) or depth > _MAX_DEPTH:
         raise _NotRegular

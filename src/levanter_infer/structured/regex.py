@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from levanter_infer.structured.automaton import MAX_STATES, ConstraintError, TooManyStates
+from levanter_infer.structured.work import Work
 
 _MAX_CHARS = 2**18
 """Characters of a regex: Python's parser takes some 5 s for a million."""
@@ -68,17 +69,8 @@ def _without_anchors(items: list) -> list:
     return items
 
 
-class _Work:
-    """Counts steps down from a bound."""
-
-    def __init__(self, steps: int):
-        self._left = steps
-
-    def take(self, steps: int) -> None:
-        """So many steps are about to be taken. Raises: TooManyStates."""
-        self._left -= steps
-        if self._left < 0:
-            raise TooManyStates("its automaton takes too long to make; simplify it")
+def _work(steps: int) -> Work:
+    return Work(steps, TooManyStates("its automaton takes too long to make; simplify it"))
 
 
 class _Nodes:
@@ -90,7 +82,7 @@ class _Nodes:
         self.empty: list[list[int]] = [[]]
         """Of each node those that it reaches without a byte."""
         self.accept = 0
-        self._work = _Work(_MAX_STEPS)
+        self._work = _work(_MAX_STEPS)
         self._known: dict[tuple, Ranges] = {}
         """The characters of each set."""
 
@@ -212,7 +204,7 @@ def _merged(trees: list[tuple[int, int, tuple]]) -> tuple:
 # Characters
 
 
-def _characters(kind: Any, entries: tuple[tuple[Any, Any], ...], flags: int, work: _Work) -> Ranges:
+def _characters(kind: Any, entries: tuple[tuple[Any, Any], ...], flags: int, work: Work) -> Ranges:
     """The characters that an item stands for; none are surrogates. Args: entries: of a set in brackets."""
     if kind is codes.ANY:
         return _complement(() if flags & re.DOTALL else ((10, 10),))
@@ -282,7 +274,7 @@ def _determined(nodes: _Nodes, begin: int) -> tuple[np.ndarray, np.ndarray]:
     bounds = sorted({0, 256, *(b for steps in nodes.steps for first, last, _ in steps for b in (first, last + 1))})
     place = {bound: i for i, bound in enumerate(bounds)}
     closures: dict[int, frozenset[int]] = {}
-    work = _Work(_MAX_WORK)
+    work = _work(_MAX_WORK)
 
     def closure(node: int) -> frozenset[int]:
         """The nodes with transitions, and the accepting one, that a node reaches without a byte."""
