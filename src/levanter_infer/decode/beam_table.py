@@ -229,10 +229,10 @@ class BeamTable(NoBeams):
     def fail_together(
         self, slots: Array, searches: Array, finished: Array, reasons: Array
     ) -> tuple[Array, Array, Array]:
-        failed = finished & has_failed(reasons)
-        broken = finished & (reasons == ERROR)
-        broken = broken | (self.num_in_group(broken) > 0)
-        failed = failed | (self.num_in_group(failed) > 0)
+        def with_group(mask: Array) -> Array:
+            return mask | (self.num_in_group(mask) > 0)
+
+        failed, broken = with_group(finished & has_failed(reasons)), with_group(finished & (reasons == ERROR))
         searches = searches & ~gather(failed, slots, False)
         return searches, finished | failed, jnp.where(failed, jnp.where(broken, ERROR, IMPOSSIBLE), reasons)
 

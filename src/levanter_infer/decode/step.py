@@ -171,7 +171,7 @@ def sample_rows(
             prompt_lens=gather(table.prompt_lens, slots, 0),
             seq_lens=lens,
         )
-        modified, memory, finite = logits, None, True
+        modified, memory, finite = None, None, True
         if logits_mod is not None:
             of_mod = (slots, table.tokens, history.prompt_lens, lens)
             modified, memory, finite = logits_mod(logits, *of_mod, model.vocab)
@@ -183,7 +183,7 @@ def sample_rows(
             stats=stats,
             vocab=model.vocab,
             backend=model.backend,
-            modified=None if logits_mod is None else modified,
+            modified=modified,
             masks=masks_of(state.constraints, slots),
         )
         offered = candidates(state.beams, logits, asked, history, stats, model.vocab, max_beams=shapes.max_beams)
