@@ -307,7 +307,7 @@ def _unless(of_none, of_constraint):
 def test_constraints_that_are_compiled_for_ever_leave_other_threads_and_the_exit_free():
     program = """
 import asyncio, threading, time
-from levanter_infer.engine.threads import DaemonThreads
+from levanter_infer.runtime.threads import DaemonThreads
 
 async def main():
     threads = DaemonThreads(2, "stuck")

@@ -1,5 +1,7 @@
 """What a constraint may cost: each of these ended the process or took minutes without a bound."""
 
+import subprocess
+import sys
 import threading
 import time
 
@@ -44,6 +46,14 @@ SCHEMAS = {
     "arrays": lambda part: {"type": "array", "items": part},
     "alternatives": lambda part: {"anyOf": [{"type": "null"}, part]},
 }
+
+
+def test_a_compilation_without_end_does_not_keep_the_process_from_ending():
+    code = (
+        "import threading, time; from levanter_infer.structured.guide import _on_large_stack; "
+        "threading.Thread(target=_on_large_stack, args=(lambda: time.sleep(60),), daemon=True).start(); time.sleep(0.2)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=30)
 
 
 def test_the_first_mask_of_a_large_grammar_is_computed_where_it_is_compiled():

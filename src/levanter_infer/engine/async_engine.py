@@ -26,9 +26,9 @@ from levanter_infer.engine.metrics import Registry
 from levanter_infer.engine.params import SamplingParams
 from levanter_infer.engine.request import Request, RequestOutput, as_request, first_and_last, refused
 from levanter_infer.engine.request_state import RequestState, SampleState
-from levanter_infer.engine.threads import Answer, DaemonThreads
 from levanter_infer.engine.wait_time import WaitTime
 from levanter_infer.policies import FinishReason
+from levanter_infer.runtime.threads import Answer, DaemonThreads
 from levanter_infer.structured.compiler import Wanted
 
 logger = logging.getLogger(__name__)

@@ -3,7 +3,6 @@
 Source: https://github.com/guidance-ai/llguidance; a mask per token, from an Earley parser over a lexer of derivatives.
 """
 
-import concurrent.futures
 import functools
 import json
 import threading
@@ -12,6 +11,7 @@ from typing import TypeVar
 
 import numpy as np
 
+from levanter_infer.runtime.threads import DaemonThreads
 from levanter_infer.structured.automaton import ConstraintError, TokenAutomaton
 from levanter_infer.structured.json_schema import closed
 
@@ -130,15 +130,16 @@ def _checked(text: str) -> str:
 
 
 def _on_large_stack(make: Callable[[], Result]) -> Result:
-    """`make()` on a thread with a stack of `_STACK_BYTES`."""
-    with concurrent.futures.ThreadPoolExecutor(1) as threads:
-        with _starting:  # the size is that of all threads that start meanwhile
-            before = threading.stack_size(_STACK_BYTES)
-            try:
-                made = threads.submit(make)
-            finally:
-                threading.stack_size(before)
-        return made.result()
+    """`make()` on a thread with a stack of `_STACK_BYTES`, which does not keep the process from ending."""
+    threads = DaemonThreads(1, "levanter-infer-grammar")
+    with _starting:  # the size is that of all threads that start meanwhile
+        before = threading.stack_size(_STACK_BYTES)
+        try:
+            made = threads.submit(make)
+        finally:
+            threading.stack_size(before)
+    threads.close()
+    return made.result()
 
 
 class Guide:
