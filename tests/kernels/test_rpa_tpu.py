@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import itertools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -13,8 +14,10 @@ from jax.experimental.pallas import tpu as pltpu
 
 from levanter_infer.kernels.tpu import backend as tpu_backend
 from levanter_infer.kernels.tpu import kv_write
+from levanter_infer.kernels.tpu import prefill as tpu_prefill
 from levanter_infer.kernels.tpu.kv_write import write_kv
 from levanter_infer.kernels.tpu.pool import TpuPool
+from levanter_infer.kernels.tpu.sizes import Sizes as KernelSizes
 from levanter_infer.kernels.tpu.sizes import Tile, align_queries
 from levanter_infer.kernels.tpu.tiling import Tiles, TileShape, candidates, propose
 from tests.kernels.ragged import Ragged, Sizes, attend, dense_attention, for_tpu, make_ragged
@@ -58,6 +61,15 @@ def test_a_small_mixed_batch_equals_dense():
     """Items of 256 keys, which are masked 128 at a time."""
     sizes = Sizes(4, 2, 64, 32, tokens=40, rows=5, max_pages=10)
     check(make_ragged(sizes, [(1, 300), (7, 140), (1, 3), (20, 290)]), tiles=small_tiles(sizes, tokens=256))
+
+
+def test_values_that_are_added_late_give_the_same_bits(monkeypatch):
+    """As on v5e and v5p; chunks of 256 keys out of KV blocks of 512."""
+    sizes = Sizes(4, 2, 64, 128, tokens=8, rows=1, max_pages=6)
+    batch = make_ragged(sizes, [(8, 620)])
+    at_once = run(batch, tiles=small_tiles(sizes, tokens=512))
+    monkeypatch.setattr(tpu_prefill, "adds_late", lambda: True)
+    np.testing.assert_array_equal(run(batch, tiles=small_tiles(sizes, tokens=512)), at_once)
 
 
 @pytest.mark.slow
@@ -294,6 +306,21 @@ def test_a_token_is_packed_and_unpacked():
         np.testing.assert_array_equal(tokens[:, 0::2], k)
         np.testing.assert_array_equal(tokens[:, 1::2], v)
     assert TpuPool(8, 64).slabs == 8 and TpuPool(8, 128).slabs == 16 and TpuPool(2, 256).slabs == 8
+
+
+@pytest.mark.parametrize("generation", ["v4", "v5e", "v5p", "v6e"])
+def test_the_scratch_memory_of_proposed_prefill_tiles_leaves_room_for_spills(generation):
+    """Without a head's spills and what the compiler adds: 2 MiB in the cases that were compiled."""
+    limit = 32 << 20 if generation == "v6e" else 16 << 20
+    for heads, dim, q_per_kv in itertools.product((1, 2, 3, 4, 8, 16, 32), (64, 128, 256, 512), (1, 4, 5, 8)):
+        for page_size, dtype in itertools.product((8, 64, 256), ("int8", "bfloat16", "float32")):
+            shape = TileShape(generation, heads, dim, q_per_kv, page_size, dtype)
+            tile, operand = propose(shape).prefill, jnp.dtype("float32" if dtype == "float32" else "bfloat16")
+            rows = tile.queries * q_per_kv * shape.pool.heads_per_group
+            sizes = KernelSizes(tile, shape.pool, page_size, q_per_kv, rows, operand)
+            vmem = [ref for ref in sizes.scratch(dtype, operand) if getattr(ref, "memory_space", None) == pltpu.VMEM]
+            used = sum(math.prod(ref.shape) * jnp.dtype(ref.dtype).itemsize for ref in vmem)
+            assert len(vmem) == 9 and used <= limit - (2 << 20), (shape, tile, used / 2**20)
 
 
 def test_proposed_tiles_fit_into_scoped_memory():

@@ -296,6 +296,7 @@ class Pipeline:
                 Item.END_KEY: end_key,
                 Item.IS_UNMASKED: self._is_unmasked(row, q_block, start, is_last),
                 Item.NUM_QUERIES: self.end_pos(row, q_block) - self.first_pos(row, q_block),
+                Item.Q_SLOT: _rem(num_q_blocks, self.tile.slots),
             }
             for field, value in values.items():
                 items[index, field] = value
@@ -452,7 +453,7 @@ class Pipeline:
 
     def q_slot(self, item: Array) -> Array:
         """Slot of an item's queries in `Scratch.q_buf`."""
-        return self.slot(self.items[self.index(item), Item.Q_BLOCKS_BEFORE])
+        return self.items[self.index(item), Item.Q_SLOT]
 
     def run(self, unmasked, masked, finish, prepare=None) -> None:
         """Compute all work items, in order.
@@ -573,7 +574,7 @@ class Pipeline:
         )
 
     def _q_copy(self, index):
-        slot = self.slot(self.items[index, Item.Q_BLOCKS_BEFORE])
+        slot = self.items[index, Item.Q_SLOT]
         buf, sem = self.scratch.q_buf.at[slot], self.scratch.q_sem.at[slot]
         tokens, tiles = self.items[index, Item.NUM_QUERIES], self.sizes.q_tiles
         return self._q_block_copy(index, tokens, tiles, lambda hbm, part: (hbm(self.inputs.q), part(buf), sem))

@@ -30,6 +30,7 @@ from levanter_infer.kernels.tpu.pipeline import LOG2_E, Inputs, Pipeline, mapped
 from levanter_infer.kernels.tpu.pool import LANES, TpuPool, pairs, side_by_side
 from levanter_infer.kernels.tpu.scales import KEYS, VALUES, scales_of_keys
 from levanter_infer.kernels.tpu.sizes import SUBLANES, Scratch, Sizes, Tile, align_queries
+from levanter_infer.kernels.tpu.tiling import adds_late
 from levanter_infer.kernels.tpu.work_items import Item, Rows
 
 STRIPE = 256
@@ -66,6 +67,7 @@ def prefill_attention(
         rows=tile.queries * per_group,
         operand=operand,
         invariant=invariant,
+        adds_late=adds_late(),
     )
     q_starts, source, target = _aligned(call, align_queries(per_group), sizes.least_queries)
 
@@ -271,8 +273,9 @@ class _Block:
     ) -> None:
         """Add keys whose scores have been computed to the attention, and compute those of `next_keys`, if given.
 
-        The scores of a stripe and chunk of keys replace those that were just read, and the second matmul of a chunk is
-        written behind the scores of the next: so the compiler finds work for the matrix unit while it computes powers.
+        The scores of a stripe and chunk of keys replace those that were just read: so the compiler finds work for the
+        matrix unit while it computes powers. With `Sizes.adds_late` the second matmul of a chunk is written behind the
+        scores of the next, which v5e and v5p schedule better, v4 and v6e worse.
 
         Args:
             chunk: as of `_begin`.
@@ -290,16 +293,19 @@ class _Block:
                 if next_keys is not None:
                     maxima.append(self._put_scores(q_slot, stripe, next_keys.part(at, chunk), at, next_visible))
                 late.append(
-                    functools.partial(self._add_values, stripe, pl.ds(at, chunk), weights, factor if at == 0 else None)
+                    functools.partial(
+                        self._add_values, stripe, range(at, at + chunk), weights, factor if at == 0 else None
+                    )
                 )
-                if len(late) > 1:
+                if len(late) > self.sizes.adds_late:
                     late.pop(0)()
             self.scratch.l_ref[own] = self.scratch.l_ref[own] * factor + functools.reduce(jnp.add, sums)
             if next_keys is not None:
                 self._put_max(stripe, maxima)
             if number == 0:  # keys are not loaded past a copy's start, but the second stripe has much else to do
                 meanwhile()
-        late.pop()()
+        for add_values in late:
+            add_values()
         if next_keys is not None:
             self._put_values(next_keys, chunk)
 
@@ -429,14 +435,19 @@ class _Block:
         return tiles[0] if len(tiles) == 1 else jnp.concatenate(tiles, axis=0)
 
     def _put_values(self, keys: _Keys, chunk: int) -> None:
+        width = self.sizes.value_width
         for group in range(self.sizes.groups):
             for at in range(0, keys.count, chunk):
-                self.scratch.value_ref[group, :, pl.ds(at, chunk)] = self._values(keys.part(at, chunk), group)
+                values = self._values(keys.part(at, chunk), group)
+                for first in range(0, chunk, width):
+                    self.scratch.value_ref[group, (at + first) // width] = values[:, first : first + width]
 
-    def _add_values(self, stripe: _Stripe, keys, weights: Array, factor: Array | None) -> None:
-        """Add the values of `keys`, a slice of those stored, times weights to acc, after its multiplication by
+    def _add_values(self, stripe: _Stripe, keys: range, weights: Array, factor: Array | None) -> None:
+        """Add the values of `keys`, some of those stored, times weights to acc, after its multiplication by
         `factor`."""
-        own, values = (stripe.group, slice(None), stripe.columns), self.scratch.value_ref[stripe.group, :, keys]
+        own, width = (stripe.group, slice(None), stripe.columns), self.sizes.value_width
+        slabs = range(keys.start // width, keys.stop // width)
+        values = side_by_side([self.scratch.value_ref[stripe.group, slab] for slab in slabs])
         before = self.scratch.acc_ref[own]
         if factor is not None:
             before = (before.reshape(-1, SUBLANES, stripe.count) * factor[None]).reshape(before.shape)

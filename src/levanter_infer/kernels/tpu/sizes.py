@@ -74,7 +74,8 @@ class Scratch(NamedTuple):
     score_ref: Any = None
     """Prefill: VMEM f32[groups, tokens, columns]: scores of a work item."""
     value_ref: Any = None
-    """Prefill: VMEM [groups, numbers of a value, tokens], the operands' dtype: its values, transposed."""
+    """Prefill: VMEM [groups, tokens / width, numbers of a value, width], the operands' dtype: its values, transposed,
+    in slabs of `Sizes.value_width` keys."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,6 +93,8 @@ class Sizes:
     """Dtype of the matmuls' operands."""
     invariant: bool = False
     """Whether the prefill path computes rows of one query too, and the same sub-blocks of keys for every query."""
+    adds_late: bool = False
+    """Whether prefill multiplies the values of some keys after it has computed the scores of the next ones."""
     in_words: bool = False
     """Whether decode converts int8 by shifts of 32-bit words, and so in another order of keys (`scales`)."""
     sharing: int = 1
@@ -123,6 +126,12 @@ class Sizes:
             if pages % 2 == 0 and pages // 2 * self.page_size >= LANES:
                 pages //= 2
         return pages
+
+    @property
+    def value_width(self) -> int:
+        """Keys per slab of transposed values. In slabs of 128 keys every register is what a matmul takes; slices of
+        longer rows are unpacked and packed again by a v4."""
+        return math.gcd(self.subblock_pages * self.page_size, LANES)
 
     @property
     def groups(self) -> int:
@@ -177,7 +186,7 @@ class Sizes:
             acc_ref=pltpu.VMEM((self.groups, value, rows), f32),
             factor_ref=per_group,
             score_ref=pltpu.VMEM((self.groups, self.tokens, rows), f32),
-            value_ref=pltpu.VMEM((self.groups, value, self.tokens), self.operand),
+            value_ref=pltpu.VMEM((self.groups, self.tokens // self.value_width, value, self.value_width), self.operand),
         )
         sums = pltpu.VMEM((self.groups * self.pool.value_tiles, rows, LANES), f32)
         own = prefill if is_prefill else dict(acc_ref=sums)

@@ -27,9 +27,13 @@ _LATENT_TOKENS = 2048
 softmax weigh less with more keys."""
 _PREFILL_ROWS = 1024
 """Rows, pairs of query and head, per query block of the prefill path."""
-_PREFILL_TOKENS = 1024
-"""Keys per KV block of the prefill path: the work that is done once per stripe of queries and KV block weighs less with
-more keys."""
+_PREFILL_TOKENS = 512, 1024
+"""Keys per KV block of the prefill path, at least and at most. The work that is done once per stripe of queries and KV
+block weighs less with more keys; but of a query block's last KV block all keys are computed with masks."""
+_PREFILL_TILES = {"v6e": 16}
+"""Tiles of 128 keys, all heads of a part together, per KV block of the prefill path; 8 elsewhere. A turn of its loop
+begins and ends with the latency of the matrix unit, which weighs less with more of them. The compiler gives a kernel
+32 MiB of VMEM on v6e, 16 elsewhere."""
 
 _INVARIANT_ROWS = 128
 """Rows per query block where decode tokens are chunks too (`invariant_tile`): those that the lanes of scores hold."""
@@ -84,6 +88,11 @@ def shifts_words() -> bool:
     return generation() == "v4"
 
 
+def adds_late() -> bool:
+    """Whether `Sizes.adds_late` makes the loop of the prefill path shorter."""
+    return generation() in ("v5e", "v5p")
+
+
 def propose(shape: TileShape) -> Tiles:
     """Tiles that are expected to fit into VMEM and to run near the best."""
     pool, page_size, page_bytes = shape.pool, shape.page_size, shape.page_bytes
@@ -100,21 +109,42 @@ def propose(shape: TileShape) -> Tiles:
     slots = 3 if 3 * pages * page_bytes <= _DECODE_BYTES * parts else 2
     per_group = shape.q_per_kv * pool.heads_per_group
     align = align_queries(per_group)
-    # Heads wider than 256 have more work for each stripe and KV block, and need as much more VMEM.
-    wide = max(1, pool.lane_tiles // 2)
-    rows = _PREFILL_ROWS // (wide if jnp.dtype(shape.kv_dtype).itemsize > 2 else 1)
+    rows = _PREFILL_ROWS // (max(1, pool.lane_tiles // 2) if _is_wide(shape) else 1)
     queries = align * _floor_power(max(1, rows // per_group // align))
-    prefill_pages = _floor_power(max(1, _PREFILL_TOKENS // wide // page_size))
+    prefill_parts, tokens = _prefill_sizes(shape)
+    prefill_pages = _floor_power(max(1, tokens // page_size))
     return Tiles(
         decode=Tile(pages=pages, slots=slots, parts=parts, row_shares=_row_shares(shape, parts)),
         prefill=Tile(
             pages=prefill_pages,
             slots=3,
-            parts=pool.groups,
+            parts=prefill_parts,
             queries=max(queries, 2),
-            row_shares=_row_shares(shape, pool.groups),
+            row_shares=_row_shares(shape, prefill_parts),
         ),
     )
+
+
+def _prefill_sizes(shape: TileShape) -> tuple[int, int]:
+    """Parts, and keys per KV block, of the prefill path."""
+    pool, (least, most) = shape.pool, _PREFILL_TOKENS
+    tiles = _PREFILL_TILES.get(shape.generation or "", 8) // pool.lane_tiles // (2 if _is_wide(shape) else 1)
+    groups = 1
+    while (
+        2 * groups * least <= tiles * LANES
+        and pool.groups % (2 * groups) == 0
+        and pool.groups // (2 * groups) >= min(shape.cores, pool.groups)
+    ):
+        groups *= 2
+    if groups > 1:
+        return pool.groups // groups, min(tiles * LANES // groups, most)
+    # Heads wider than 256 have more work for each stripe and KV block, and need as much more VMEM.
+    return pool.groups, most // (pool.lane_tiles if _is_wide(shape) else max(1, pool.lane_tiles // 2))
+
+
+def _is_wide(shape: TileShape) -> bool:
+    """Whether keys and values have 32 bits."""
+    return jnp.dtype(shape.kv_dtype).itemsize > 2
 
 
 def _row_shares(shape: TileShape, parts: int) -> int:

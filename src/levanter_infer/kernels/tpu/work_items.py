@@ -38,7 +38,7 @@ class Item(enum.IntEnum):
     ROW = 0  # row of the batch
     Q_BLOCK = 1  # query block within the row
     KV_BLOCK = 2  # KV block within the sequence
-    Q_BLOCKS_BEFORE = 3  # query blocks before this one, over all rows: selects the buffers of queries and outputs
+    Q_BLOCKS_BEFORE = 3  # query blocks before this one, over all rows: selects the buffer of outputs
     IS_FIRST = 4  # 1 for the first item of its query block: queries are loaded
     IS_LAST = 5  # 1 for the last item of its query block: outputs are stored
     FIRST_PAGE = 6  # first page of the KV block that some query sees
@@ -48,6 +48,7 @@ class Item(enum.IntEnum):
     END_KEY = 10  # one past the last key that some query sees, relative to the KV block; may be beyond its end
     IS_UNMASKED = 11  # 1 if all queries see all keys, no page of the row is none, and the query block has more items
     NUM_QUERIES = 12  # queries of the query block that exist
+    Q_SLOT = 13  # slot of its queries
 
 
 class Cursor(NamedTuple):
