@@ -45,10 +45,10 @@ def main() -> None:
     targets = {"h200": TARGET, "8.6": SMALL_TARGET}
     failures, count = {}, 0
     for (name, target), head_dim in ((pair, size) for pair in targets.items() for size in HEAD_SIZES):
-        for dtype in ("bfloat16", "float32"):
+        for dtype, is_apart in (("bfloat16", False), ("float32", False), ("bfloat16", True)):
             count += 1
-            if error := failure(target, head_dim, dtype, attention_chunk=8192):
-                failures[f"{name} {head_dim} {dtype}"] = error
+            if error := failure(target, head_dim, dtype, attention_chunk=8192, rows_apart=is_apart):
+                failures[f"{name} {head_dim} {dtype} {is_apart}"] = error
     print(json.dumps({"compiled": count - len(failures), "failures": failures}))
 
 

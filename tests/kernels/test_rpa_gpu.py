@@ -93,6 +93,31 @@ def test_bits_of_a_row_do_not_depend_on_the_others(rules, many_splits):
         token += q_len
 
 
+@pytest.mark.parametrize("rules", [dict(), dict(sinks=True, attention_chunk=150)], ids=["plain", "sinks-chunk"])
+def test_bits_of_a_token_do_not_depend_on_its_chunk_where_splits_are_fixed(rules, monkeypatch):
+    """A prompt chunk, and each of its tokens as a decode token between others; two splits, of which its first tokens
+    see nothing of the second; a window that begins within the first."""
+    monkeypatch.setattr(rpa_gpu, "FIXED_SPLITS", 2)
+    monkeypatch.setattr(rpa_gpu, "MIN_FIXED_SPLIT_TOKENS", 64)
+    rules = dict(rules)
+    chunk = make_ragged(replace(SIZES, sinks=rules.pop("sinks", False)), [(3, 9), (30, 270)])
+    chunk.arrays["sliding_window"] = jnp.int32(230)
+    static = dict(scale=0.3, impl=GPU, rows_apart=True, **rules)
+    jitted = jax.jit(lambda arrays: attend(**arrays, **static))
+    out = jitted(chunk.arrays)
+    check(chunk, out, sliding_window=230, **rules)
+    assert not np.asarray(out[33:]).any()
+    for first in range(0, 30, 5):
+        apart = dict(chunk.arrays)  # five tokens of the second row, as five rows of one
+        apart["page_indices"] = jnp.broadcast_to(chunk.arrays["page_indices"][1], apart["page_indices"].shape)
+        apart["seq_lens"] = jnp.append(241 + first + jnp.arange(5, dtype=jnp.int32), 0)
+        apart["cu_q_lens"] = jnp.minimum(jnp.arange(7, dtype=jnp.int32), 5)
+        apart["num_seqs"] = jnp.int32(5)
+        apart["q"] = jnp.roll(chunk.arrays["q"], -3 - first, axis=0)
+        token = 3 + first
+        np.testing.assert_array_equal(bits(jitted(apart)[:5]), bits(out[token : token + 5]))
+
+
 @pytest.mark.parametrize("hidden", [None, 270])
 def test_poison_that_a_query_does_not_see_changes_nothing(hidden, many_splits):
     """In another row's pages and queries, before the window, and where `mask_mod` hides it."""
@@ -155,6 +180,8 @@ def _stripes(q_pos, kv_pos, head):
         (Sizes(16, 2, 512, 16), {}),
         (Sizes(128, 1, 576, 64, max_pages=80, dtype="bfloat16", value_dim=512), {}),
         (Sizes(6, 1, 34, 16, max_pages=80, value_dim=24), dict(score_mod=_bend, mask_mod=_stripes)),
+        (Sizes(32, 8, 128, 16, dtype="bfloat16"), dict(rows_apart=True)),
+        (Sizes(32, 8, 128, 16, max_pages=80, dtype="bfloat16"), dict(rows_apart=True, sinks=True, window=True)),
     ],
 )
 def test_every_option_is_lowered_for_a_gpu(sizes, options):
@@ -169,9 +196,12 @@ def test_every_option_is_lowered_for_a_gpu(sizes, options):
     static = dict(scale=0.1, kv_dtype=jnp.dtype(sizes.dtype), value_dim=sizes.value_dim, impl="gpu", **options)
     traced = jax.jit(lambda arrays: attend(**arrays, **static)).trace(arrays)
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
-    splits = sizes.max_pages * sizes.page_size > rpa_gpu.MIN_SPLIT_TOKENS
-    # One kernel for prompt chunks if the batch can hold any, one for decode tokens, one to combine their splits.
-    assert text.count("custom_call") == (sizes.tokens > 1) + 1 + splits
+    is_apart = options.get("rows_apart", False)
+    least = rpa_gpu.MIN_FIXED_SPLIT_TOKENS if is_apart else rpa_gpu.MIN_SPLIT_TOKENS
+    splits = sizes.max_pages * sizes.page_size > least
+    # One kernel for prompt chunks if the batch can hold any, one for decode tokens, one to combine their splits; with
+    # `rows_apart` one takes both.
+    assert text.count("custom_call") == (sizes.tokens > 1 and not is_apart) + 1 + splits
 
 
 @pytest.mark.slow
@@ -180,7 +210,7 @@ def test_every_head_size_compiles_for_an_h200_and_for_the_least_shared_memory():
     command = [sys.executable, "-W", "ignore", "-m", "tests.gpu_attention"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
-    assert json.loads(done.stdout.splitlines()[-1]) == {"compiled": 28, "failures": {}}
+    assert json.loads(done.stdout.splitlines()[-1]) == {"compiled": 42, "failures": {}}
 
 
 def test_nothing_is_made_of_the_pool():

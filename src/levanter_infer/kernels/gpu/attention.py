@@ -5,7 +5,8 @@ query block for one kv head: the query heads of the kv head and the queries of t
 least 16 of them because the tensor cores need so many. There are two lanes. In the prefill lane, rows with two or more
 queries, a program reads all keys that its queries see. In the decode lane a row has one query, so that few programs
 would read long histories; they are cut into splits (flash decoding), whose m, l and acc a second kernel combines. The
-splits depend on the sequence's own length alone, so the bits of a row do not depend on batch composition.
+splits depend on the sequence's own length alone, so the bits of a row do not depend on batch composition. With
+`numerics: batch_invariant` one lane computes all tokens, and its splits begin at fixed positions.
 
 Latents, whose first numbers are values too, are loaded in two parts, these and the rotated rest: powers of two, as a
 rule, and the first part serves both matmuls.
@@ -55,11 +56,20 @@ class Tile:
     """Minimal number of turns per split."""
     least_queries: int = 2
     """Fewest queries of the rows of the prefill lane."""
+    split_tokens: int = 0
+    """Keys per split; splits begin at multiples of it. 0: the splits of a history are equally long."""
+
+    @property
+    def splits_by_token(self) -> bool:
+        """Whether partial results are stored by token; else by query block, which is one token."""
+        return self.splits > 1 and not self.decodes
 
 
 MAX_SPLITS, MIN_SPLIT_TOKENS = 32, 256
 """A history of 8192 tokens or more occupies 32 programs per kv head; a shorter one fewer, because the second kernel has
 to read what each split computed."""
+FIXED_SPLITS, MIN_FIXED_SPLIT_TOKENS = 16, 512
+"""The same where splits begin at fixed positions: partial results are stored for each token of a prompt chunk too."""
 _TURN_BYTES = 32 * 1024
 """Bytes of keys and values per turn. Times the stages this is the shared memory of a program: at most 99 KB on the
 smallest of these GPUs, and little enough that several programs run on one multiprocessor."""
@@ -100,36 +110,40 @@ def gpu_attention(call: AttentionCall, *, invariant: bool = False, interpret: bo
 
     Args:
         invariant: compute decode tokens as chunks of one token, so that the bits of a token depend neither on what
-            stands beside it nor on where its chunk begins and ends: turns of keys begin at multiples of their number,
-            and one of which a query sees nothing changes none of its bits.
+            stands beside it nor on where its chunk begins and ends: turns of keys and splits of a history begin at
+            multiples of their number, and one of which a query sees nothing changes none of its bits. How long a split
+            is follows from the width of the page table.
         interpret: run in Pallas' interpreter, on any platform, slowly; for tests.
     Returns: `call.out_shape`, 0 for padding tokens.
     Raises: ValueError for pages of a dtype that the tensor cores do not take.
     """
     if not supports_dtype(call.kv_dtype):
         raise ValueError(f'impl="gpu" reads pages of float32, bfloat16 or float16, not {call.kv_dtype}; use "xla"')
+    max_tokens = call.page_indices.shape[1] * call.page_size
     decode, prefill = lanes(
         heads_per_kv_head=call.heads_per_kv_head,
         head_dim=call.out_shape[2],
         itemsize=_operand_dtype(call).itemsize,
-        max_tokens=call.page_indices.shape[1] * call.page_size,
+        max_tokens=max_tokens,
     )
     if invariant:
         zeros = jnp.zeros(call.out_shape, call.q.dtype)  # of padding tokens
-        return _run(call, dataclasses.replace(prefill, rows=decode.rows, least_queries=1), zeros, interpret)
+        width = max(MIN_FIXED_SPLIT_TOKENS, _power_of_two(-(-max_tokens // FIXED_SPLITS)))
+        splits = dict(splits=_power_of_two(-(-max_tokens // width)), split_tokens=width)
+        return _run(call, dataclasses.replace(prefill, rows=decode.rows, least_queries=1, **splits), zeros, interpret)
     out = _run(call, prefill, None, interpret) if call.num_tokens > 1 else None
     return _run(call, decode, out, interpret)
 
 
 class _Splits(NamedTuple):
-    """Partial results of the splits of the decode lane, f32 in global memory."""
+    """Partial results of the splits, f32 in global memory, by query block or by token (`Tile.splits_by_token`)."""
 
     acc: Any
-    """[blocks, splits, Hq, size of values]: sum of p · v."""
+    """[blocks or T, splits, Hq, size of values]: sum of p · v."""
     m: Any
-    """[blocks, splits, Hq]: maximum of the scores."""
+    """[blocks or T, splits, Hq]: maximum of the scores."""
     l: Any  # noqa: E741
-    """[blocks, splits, Hq]: sum of the weights."""
+    """[blocks or T, splits, Hq]: sum of the weights."""
 
 
 def _run(call: AttentionCall, tile: Tile, out: Array | None, interpret: bool) -> Array:
@@ -165,14 +179,15 @@ def _run(call: AttentionCall, tile: Tile, out: Array | None, interpret: bool) ->
     in_place = {} if out is None else {0: 0}
     if tile.splits == 1:
         return attend(out_shape=(out_type,), input_output_aliases=in_place, name="attend")(out, inputs)[0]
-    by_split = (num_blocks, tile.splits, num_heads)
+    num_places = call.num_tokens if tile.splits_by_token else num_blocks
+    by_split = (num_places, tile.splits, num_heads)
     stats = jax.ShapeDtypeStruct(by_split, f32)
     acc = jax.ShapeDtypeStruct((*by_split, head_dim), f32)
     splits = _Splits(*attend(out_shape=(acc, stats, stats), name="attend_split")(None, inputs))
     combine = pl.pallas_call(
         functools.partial(_combine, call=call, tile=tile),
         out_shape=out_type,
-        grid=(num_heads, num_blocks),
+        grid=(num_heads, num_places),
         input_output_aliases=in_place,
         compiler_params=plt.CompilerParams(num_warps=4, num_stages=1),
         interpret=interpret,
@@ -208,7 +223,7 @@ def _attend(_, refs: dict, *out_refs, call: AttentionCall, tile: Tile) -> None:
     def live_block():
         layer = refs["layer"][0]
         rules = _rules(call, refs)
-        start, end, lo, turns, per_split = _cut_history(rules, tile, first_pos, num_queries)
+        start, end, lo, turns = _seen_keys(rules, tile, first_pos, num_queries)
 
         tile_row = jnp.arange(tile.rows, dtype=jnp.int32)
         query, head = tile_row // tile_heads, head_block * tile_heads + tile_row % tile_heads
@@ -276,8 +291,7 @@ def _attend(_, refs: dict, *out_refs, call: AttentionCall, tile: Tile) -> None:
             m_init, l_init = jnp.full(tile.rows, NOTHING_SEEN, f32), jnp.zeros(tile.rows, f32)
         dim = dims[0]
         acc = jnp.zeros((tile.rows, dim.shape[0]), f32)
-        first = split * per_split
-        last = jnp.minimum(first + per_split, turns)
+        first, last = _turns_of(tile, split, lo, turns)
 
         def store(ref, index, values, mask) -> None:
             plt.store(ref.at[index], values.astype(ref.dtype), mask=mask)
@@ -292,35 +306,41 @@ def _attend(_, refs: dict, *out_refs, call: AttentionCall, tile: Tile) -> None:
             def live_split():
                 m_last, l_last, acc_last = jax.lax.fori_loop(first, last, turn, (m_init, l_init, acc))
                 outs = _Splits(*out_refs)
-                store(outs.acc, (block, split, stored_head[:, None], dim[None, :]), acc_last, in_heads(live))
-                store(outs.m, (block, split, stored_head), m_last, live)
-                store(outs.l, (block, split, stored_head), l_last, live)
+                place = token if tile.splits_by_token else jnp.broadcast_to(block, token.shape)
+                store(outs.acc, (place[:, None], split, stored_head[:, None], dim[None, :]), acc_last, in_heads(live))
+                store(outs.m, (place, split, stored_head), m_last, live)
+                store(outs.l, (place, split, stored_head), l_last, live)
 
 
 def _combine(_, splits: _Splits, refs: dict, out_ref, *, call: AttentionCall, tile: Tile) -> None:
-    """Combine the splits of one query block and query head of the decode lane. `refs`: as in `_attend`."""
-    head, block = pl.program_id(0), pl.program_id(1)
+    """Combine the splits of one token and query head. `refs`: as in `_attend`."""
+    head, place = pl.program_id(0), pl.program_id(1)
     head_dim, f32 = call.out_shape[2], jnp.float32
-    _store_zeros(out_ref, refs, head + jnp.arange(1, dtype=jnp.int32), block)
+    if tile.splits_by_token:
+        token, (exists_token, pos) = place, _position(call, refs, place)
+    else:
+        _store_zeros(out_ref, refs, head + jnp.arange(1, dtype=jnp.int32), place)
+        _, token, num_queries, pos = _block(call, tile, refs, place)
+        exists_token = num_queries > 0
 
-    _, token, num_queries, first_pos = _block(call, tile, refs, block)
-
-    @pl.when(num_queries > 0)
-    def live_block():
-        *_, turns, per_split = _cut_history(_rules(call, refs), tile, first_pos, num_queries)
+    @pl.when(exists_token)
+    def live_token():
+        # Of a split that only others of its query block see nothing is read: it would add zeros.
+        *_, lo, turns = _seen_keys(_rules(call, refs), tile, pos, 1)
         split = jnp.arange(tile.splits, dtype=jnp.int32)
         dim = jnp.arange(_side(head_dim), dtype=jnp.int32)
-        live = split * per_split < turns
-        m_split = plt.load(splits.m.at[block, split, head], mask=live, other=f32(NOTHING_SEEN))
+        first, last = _turns_of(tile, split, lo, turns)
+        live = first < last
+        m_split = plt.load(splits.m.at[place, split, head], mask=live, other=f32(NOTHING_SEEN))
         m_all = jnp.max(m_split)
         if call.sinks is not None:
             m_all = jnp.maximum(m_all, refs["sinks"][head])
         alpha = _exp(m_split - m_all)
-        l_all = jnp.sum(_load(splits.l.at[block, split, head], live) * alpha)
+        l_all = jnp.sum(_load(splits.l.at[place, split, head], live) * alpha)
         if call.sinks is not None:
             l_all = l_all + _exp(refs["sinks"][head] - m_all)
         exists = live[:, None] & (dim < head_dim)[None, :]
-        acc = _load(splits.acc.at[block, split[:, None], head, dim[None, :]], exists)
+        acc = _load(splits.acc.at[place, split[:, None], head, dim[None, :]], exists)
         result = jnp.sum(acc * alpha[:, None], axis=0) / jnp.where(l_all == 0, f32(1), l_all)
         plt.store(out_ref.at[token, head, dim], result.astype(out_ref.dtype), mask=dim < head_dim)
 
@@ -366,11 +386,7 @@ def _block(call: AttentionCall, tile: Tile, refs: dict, block: Array) -> tuple[A
     if tile.decodes:
         row, skipped = block, jnp.int32(0)
     else:
-        rows = jnp.arange(_power_of_two(call.num_rows), dtype=jnp.int32)
-        in_use = rows < refs["num_seqs"][0]
-        first_block = plt.load(refs["cu_q_lens"].at[rows], mask=in_use, other=jnp.int32(0)) // block_q + rows
-        row = jnp.sum((in_use & (first_block <= block)).astype(jnp.int32)) - 1
-        row = jnp.maximum(row, 0)
+        row = _row_of(call, refs, block, lambda first, rows: first // block_q + rows)
         skipped = (block - refs["cu_q_lens"][row] // block_q - row) * block_q
     first, end = refs["cu_q_lens"][row], refs["cu_q_lens"][row + 1]
     q_len = end - first
@@ -380,16 +396,41 @@ def _block(call: AttentionCall, tile: Tile, refs: dict, block: Array) -> tuple[A
     return row, first + skipped, num_queries, refs["seq_lens"][row] - q_len + skipped
 
 
-def _cut_history(rules, tile: Tile, first_pos: Array, num_queries: Array):
-    """The keys that a query block sees, and their division into turns and splits.
+def _row_of(call: AttentionCall, refs: dict, place: Array, begins) -> Array:
+    """The last row in use that begins at or before a place; 0 if none does.
 
-    Returns: first key, end of the keys, start of the first turn, number of turns, turns per split: i32[] each.
+    Args: begins: `begins(first, rows)` gives the places where rows i32[n] begin, from their first tokens.
+    """
+    rows = jnp.arange(_power_of_two(call.num_rows), dtype=jnp.int32)
+    in_use = rows < refs["num_seqs"][0]
+    first = plt.load(refs["cu_q_lens"].at[rows], mask=in_use, other=jnp.int32(0))
+    return jnp.maximum(jnp.sum((in_use & (begins(first, rows) <= place)).astype(jnp.int32)) - 1, 0)
+
+
+def _position(call: AttentionCall, refs: dict, token: Array) -> tuple[Array, Array]:
+    """Whether a token is one of a row, and its position."""
+    row = _row_of(call, refs, token, lambda first, rows: first)
+    end = refs["cu_q_lens"][row + 1]
+    return token < refs["cu_q_lens"][refs["num_seqs"][0]], refs["seq_lens"][row] - (end - token)
+
+
+def _seen_keys(rules, tile: Tile, first_pos: Array, num_queries: Array | int):
+    """The keys that a query block sees, in turns.
+
+    Returns: first key, end of the keys, start of the first turn, number of turns: i32[] each.
     """
     start, end = rules.first_seen(first_pos), first_pos + num_queries
     lo = start // tile.keys * tile.keys
-    turns = (end - lo + (tile.keys - 1)) // tile.keys
+    return start, end, lo, (end - lo + (tile.keys - 1)) // tile.keys
+
+
+def _turns_of(tile: Tile, split: Array, lo: Array, turns: Array) -> tuple[Array, Array]:
+    """Bounds of the turns of a split; empty where it has none. Args: lo, turns: of `_seen_keys`."""
+    if tile.split_tokens:
+        begin = split * (tile.split_tokens // tile.keys) - lo // tile.keys
+        return jnp.maximum(begin, 0), jnp.minimum(begin + tile.split_tokens // tile.keys, turns)
     per_split = jnp.maximum((turns + (tile.splits - 1)) // tile.splits, tile.min_turns)
-    return start, end, lo, turns, per_split
+    return split * per_split, jnp.minimum(split * per_split + per_split, turns)
 
 
 def _rules(call: AttentionCall, refs: dict):
