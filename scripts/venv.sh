@@ -66,7 +66,7 @@ use_venv() {
     make_venv
   fi
   echo "Installing levanter_infer and what it needs into $venv (once; a few minutes)" >&2
-  "$venv_python" -m pip install --quiet --disable-pip-version-check --editable "$package" ||
+  "$venv_python" -m pip install --quiet --disable-pip-version-check --no-compile --editable "$package" ||
     fail "the installation failed; the message above says why. Nothing outside $venv was changed"
   installed_from >"$venv/.installed-$extras"
 }

@@ -53,16 +53,6 @@ def load_config(name: str) -> DecoderConfig:
     return _configs()[name]
 
 
-def one_per_memory() -> list[str]:
-    """For every combination of memories, within a layer and among layers, the first that has it of `served_names`."""
-    first: dict[frozenset, str] = {}
-    for model_type in served_names():
-        blocks = _configs()[case_of(model_type)].blocks
-        memories = frozenset(tuple(type(memory) for memory in block.memories) for block in blocks if block.memories)
-        first.setdefault(memories, model_type)
-    return list(first.values())
-
-
 def load(case: GoldenCase, directory: Path) -> DecoderModel:
     model, _ = load_model(write_checkpoint(directory, case), dtype="float32")
     return model

@@ -99,9 +99,8 @@ def test_a_search_alone_keeps_its_invariants_at_every_step_and_returns_its_best_
         assert np.isclose(completion.logprobs.mean(), completion.score, rtol=1e-4)
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow if name == "qwen3_next" else ()) for name in STATE_MODELS]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", STATE_MODELS)
 def test_beams_go_on_with_the_state_of_those_that_they_continue(name, tmp_path):
     """Layers that remember a state of fixed size per sequence: all searches together, preempted too."""
     model, _ = load_model(write_checkpoint(tmp_path, load_case(name)), dtype="float32")

@@ -27,7 +27,6 @@ from tests.family_cases import (
     golden_prompts,
     load,
     make_engine,
-    one_per_memory,
     requests_for,
     samples,
     served_names,
@@ -41,7 +40,8 @@ MOST_MESH_DIFFERENCE = 2e-4
 
 
 ONE_PER_KIND = ("apertus", "cohere2", "deepseek_v2", "granitemoehybrid")
-"""All keys and values, windows, latents, a state of fixed size: their rounds are compiled for scoring at once."""
+"""All keys and values, windows, latents, a state of fixed size: the families of CI, whose rounds are compiled for
+scoring at once. The others are nightly."""
 
 
 class Served:
@@ -82,13 +82,9 @@ class Served:
         assert stats["pages_free"] == stats["pages_total"] and stats["offloaded_bytes"] == 0
 
 
-QUICK = {*one_per_memory()} - {"grug_moe_hero", "kimi_linear"}
-"""Families of CI: one for every combination of memories, but for two that take long. The others are nightly."""
-
-
 @pytest.fixture(
     scope="module",
-    params=[pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in served_names()],
+    params=[pytest.param(name, marks=() if name in ONE_PER_KIND else pytest.mark.slow) for name in served_names()],
 )
 def served(request, tmp_path_factory):
     yield Served(request.param, tmp_path_factory.mktemp(request.param))

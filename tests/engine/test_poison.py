@@ -33,7 +33,7 @@ BACKENDS = {
     "cpu": CPU,
     "xla, prefix cache": {**XLA, "prefix_cache": True},
 }
-FAST = 2
+FAST = 1
 """Engines that CI compiles; the rest are run with -m slow."""
 
 

@@ -105,7 +105,8 @@ def test_a_proportional_rope_has_the_frequencies_of_the_whole_head():
     np.testing.assert_allclose(stretched, found / 8, rtol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["gemma4_shared", pytest.param("gemma4_moe_untied", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["gemma4_shared", "gemma4_moe_untied"])
+@pytest.mark.slow
 def test_paged_is_hf(name, tmp_path):
     """In chunks, on pages that others have left, with windows that are passed."""
     case = load_case(name)

@@ -3,6 +3,7 @@
 import dataclasses
 import hashlib
 import json
+from collections.abc import Sequence
 
 import equinox as eqx
 import haliax as hax
@@ -35,6 +36,17 @@ LONG_ROPE_CASES = ("llama_longrope", "phi3_tied", "phimoe_tied")
 """Ropes that take their frequencies from the engine's max_seq_len. Of every family tests/engine/test_families.py has a
 case."""
 LENGTH_DEPENDENT = ("dynamic", "longrope")  # rope scalings that look at the length of the whole sequence
+
+
+def one_per_family(names: Sequence[str]) -> list:
+    """The cases; those of CI are the first of each model type, the others are slow."""
+    seen: set[str] = set()
+    marked = []
+    for name in names:
+        model_type = load_case(name).config["model_type"]
+        marked.append(pytest.param(name, marks=pytest.mark.slow) if model_type in seen else name)
+        seen.add(model_type)
+    return marked
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +103,7 @@ def _assert_greedy(tokens: list[int], prompt: GoldenPrompt, what: str) -> None:
             return
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", one_per_family(CASES))
 def test_logits_equal_hf(name, load):
     case = load_case(name)
     for prompt, logits in zip(case.prompts, uncached_logits(load(case), case), strict=True):

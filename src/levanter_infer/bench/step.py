@@ -40,6 +40,7 @@ from levanter_infer.engine.engine import InferenceEngine
 from levanter_infer.kernels import scopes
 from levanter_infer.plan.hlo import operation_of, scopes_of
 
+PAGE_SIZE = 16
 BETWEEN = "between"
 _NAME = re.compile(r"^\s*(?:ROOT )?%?([\w.\-]+) = ")
 _TARGET = re.compile(r'custom_call_target="levanter_infer_(\w+)"')
@@ -62,13 +63,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     """Print one line per batch and number of prompt tokens."""
     about, probe = provenance(), Probe()
-    longest_of = {prompt: round_up(prompt + args.output + 1, 16) for prompt in args.prompt}
+    longest_of = {prompt: round_up(prompt + args.output + 1, PAGE_SIZE) for prompt in args.prompt}
     model = random_model(model_sizes(args), args.dtype, max_positions=max(longest_of.values()))
     for batch, prompt in itertools.product(args.batch, args.prompt):
         longest = longest_of[prompt]
         options = EngineConfig(
             max_seqs=batch,
             max_seq_len=longest,
+            page_size=PAGE_SIZE,
+            max_pages=2 * batch * longest // PAGE_SIZE,  # so that prompts stay in the prefix cache
             prefix_cache=True,
             attention="cpu",
             matmul="cpu",
