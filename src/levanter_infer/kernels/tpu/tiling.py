@@ -131,7 +131,7 @@ def _prefill_sizes(shape: TileShape) -> tuple[int, int]:
     tiles = _PREFILL_TILES.get(shape.generation or "", 8) // pool.lane_tiles // (2 if _is_wide(shape) else 1)
     groups = 1
     while (
-        2 * groups * least <= tiles * LANES
+        2 * groups * max(least, shape.page_size) <= tiles * LANES
         and pool.groups % (2 * groups) == 0
         and pool.groups // (2 * groups) >= min(shape.cores, pool.groups)
     ):
