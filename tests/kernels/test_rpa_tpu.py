@@ -63,6 +63,7 @@ def test_a_small_mixed_batch_equals_dense():
     check(make_ragged(sizes, [(1, 300), (7, 140), (1, 3), (20, 290)]), tiles=small_tiles(sizes, tokens=256))
 
 
+@pytest.mark.slow
 def test_values_that_are_added_late_give_the_same_bits(monkeypatch):
     """As on v5e and v5p; chunks of 256 keys out of KV blocks of 512."""
     sizes = Sizes(4, 2, 64, 128, tokens=8, rows=1, max_pages=6)
@@ -94,11 +95,12 @@ def test_latents_equal_dense():
     check(make_ragged(sizes, [(1, 300), (7, 140), (1, 3), (20, 290)]), tiles=small_tiles(sizes, tokens=256))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "sizes",
     [
         Sizes(6, 1, 176, 32, tokens=60, rows=6, max_pages=10, dtype="bfloat16", value_dim=144),
-        pytest.param(Sizes(4, 2, 128, 32, tokens=60, rows=6, max_pages=10, sinks=True), marks=pytest.mark.slow),
+        Sizes(4, 2, 128, 32, tokens=60, rows=6, max_pages=10, sinks=True),
     ],
     ids=["latents", "two-parts"],
 )

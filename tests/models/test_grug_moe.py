@@ -99,6 +99,7 @@ def forward(model, tokens):
     return model(hax.named(tokens, POSITION)).array
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("option", OPTIONS)
 def test_every_part_moves_the_logits(option, model):
     prompt = CASE.prompts[-1]
