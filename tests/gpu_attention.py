@@ -48,7 +48,7 @@ def main() -> None:
         for dtype, is_apart in (("bfloat16", False), ("float32", False), ("bfloat16", True)):
             count += 1
             if error := failure(target, head_dim, dtype, attention_chunk=8192, rows_apart=is_apart):
-                failures[f"{name} {head_dim} {dtype} {is_apart}"] = error
+                failures[f"{name} {head_dim} {dtype}{' apart' * is_apart}"] = error
     print(json.dumps({"compiled": count - len(failures), "failures": failures}))
 
 

@@ -59,11 +59,6 @@ class Tile:
     split_tokens: int = 0
     """Keys per split; splits begin at multiples of it. 0: the splits of a history are equally long."""
 
-    @property
-    def splits_by_token(self) -> bool:
-        """Whether partial results are stored by token; else by query block, which is one token."""
-        return self.splits > 1 and not self.decodes
-
 
 MAX_SPLITS, MIN_SPLIT_TOKENS = 32, 256
 """A history of 8192 tokens or more occupies 32 programs per kv head; a shorter one fewer, because the second kernel has
@@ -136,14 +131,14 @@ def gpu_attention(call: AttentionCall, *, invariant: bool = False, interpret: bo
 
 
 class _Splits(NamedTuple):
-    """Partial results of the splits, f32 in global memory, by query block or by token (`Tile.splits_by_token`)."""
+    """Partial results of the splits, f32 in global memory. Places are rows in the decode lane, else tokens."""
 
     acc: Any
-    """[blocks or T, splits, Hq, size of values]: sum of p · v."""
+    """[places, splits, Hq, size of values]: sum of p · v."""
     m: Any
-    """[blocks or T, splits, Hq]: maximum of the scores."""
+    """[places, splits, Hq]: maximum of the scores."""
     l: Any  # noqa: E741
-    """[blocks or T, splits, Hq]: sum of the weights."""
+    """[places, splits, Hq]: sum of the weights."""
 
 
 def _run(call: AttentionCall, tile: Tile, out: Array | None, interpret: bool) -> Array:
@@ -179,7 +174,7 @@ def _run(call: AttentionCall, tile: Tile, out: Array | None, interpret: bool) ->
     in_place = {} if out is None else {0: 0}
     if tile.splits == 1:
         return attend(out_shape=(out_type,), input_output_aliases=in_place, name="attend")(out, inputs)[0]
-    num_places = call.num_tokens if tile.splits_by_token else num_blocks
+    num_places = num_blocks if tile.decodes else call.num_tokens
     by_split = (num_places, tile.splits, num_heads)
     stats = jax.ShapeDtypeStruct(by_split, f32)
     acc = jax.ShapeDtypeStruct((*by_split, head_dim), f32)
@@ -306,7 +301,7 @@ def _attend(_, refs: dict, *out_refs, call: AttentionCall, tile: Tile) -> None:
             def live_split():
                 m_last, l_last, acc_last = jax.lax.fori_loop(first, last, turn, (m_init, l_init, acc))
                 outs = _Splits(*out_refs)
-                place = token if tile.splits_by_token else jnp.broadcast_to(block, token.shape)
+                place = jnp.broadcast_to(block, token.shape) if tile.decodes else token
                 store(outs.acc, (place[:, None], split, stored_head[:, None], dim[None, :]), acc_last, in_heads(live))
                 store(outs.m, (place, split, stored_head), m_last, live)
                 store(outs.l, (place, split, stored_head), l_last, live)
@@ -316,14 +311,15 @@ def _combine(_, splits: _Splits, refs: dict, out_ref, *, call: AttentionCall, ti
     """Combine the splits of one token and query head. `refs`: as in `_attend`."""
     head, place = pl.program_id(0), pl.program_id(1)
     head_dim, f32 = call.out_shape[2], jnp.float32
-    if tile.splits_by_token:
-        token, (exists_token, pos) = place, _position(call, refs, place)
-    else:
+    if tile.decodes:
         _store_zeros(out_ref, refs, head + jnp.arange(1, dtype=jnp.int32), place)
         _, token, num_queries, pos = _block(call, tile, refs, place)
-        exists_token = num_queries > 0
+        is_token = num_queries > 0
+    else:
+        token = place
+        is_token, pos = _position(call, refs, token)
 
-    @pl.when(exists_token)
+    @pl.when(is_token)
     def live_token():
         # Of a split that only others of its query block see nothing is read: it would add zeros.
         *_, lo, turns = _seen_keys(_rules(call, refs), tile, pos, 1)
@@ -427,8 +423,9 @@ def _seen_keys(rules, tile: Tile, first_pos: Array, num_queries: Array | int):
 def _turns_of(tile: Tile, split: Array, lo: Array, turns: Array) -> tuple[Array, Array]:
     """Bounds of the turns of a split; empty where it has none. Args: lo, turns: of `_seen_keys`."""
     if tile.split_tokens:
-        begin = split * (tile.split_tokens // tile.keys) - lo // tile.keys
-        return jnp.maximum(begin, 0), jnp.minimum(begin + tile.split_tokens // tile.keys, turns)
+        per_split = tile.split_tokens // tile.keys
+        begin = split * per_split - lo // tile.keys
+        return jnp.maximum(begin, 0), jnp.minimum(begin + per_split, turns)
     per_split = jnp.maximum((turns + (tile.splits - 1)) // tile.splits, tile.min_turns)
     return split * per_split, jnp.minimum(split * per_split + per_split, turns)
 
