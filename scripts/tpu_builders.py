@@ -184,10 +184,12 @@ def _call(
 
     def call(*arrays):
         own = dict(sliding_window=window, attention_chunk=attention_chunk, soft_cap=soft_cap)
-        rules = ScoreRules(scale=head_dim**-0.5, **own)
-        arguments = AttentionCall(*arrays[:7], rules, kv_dtype, num_kv_heads, page, *arrays[7:], value_dim=value_dim)
         options = dict(tiles=_tiles(tiles, heads, page, kv_dtype, value_dim), rows_apart=invariant)
-        return make_backend(impl).configured(**options).attend(arguments)
+        backend, rules = make_backend(impl).configured(**options), ScoreRules(scale=head_dim**-0.5, **own)
+        if value_dim is None:  # heads that are rotated hold the scale
+            _, rules = backend.scale_in_queries(rules)
+        arguments = AttentionCall(*arrays[:7], rules, kv_dtype, num_kv_heads, page, *arrays[7:], value_dim=value_dim)
+        return backend.attend(arguments)
 
     i32 = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
     arguments = (

@@ -27,7 +27,7 @@ def write_of(tokens: int, q_heads: int, kv_heads: int, dtype=jnp.bfloat16, dim: 
         offset=dests % 16,
         kv_dtype=jnp.dtype(jnp.bfloat16),
         q=sides[0],
-        rotation=Rotation(jnp.cos(angles), jnp.sin(angles)),
+        rotation=Rotation(jnp.cos(angles), jnp.sin(angles), query_factor=0.3),
     )
 
 
@@ -50,7 +50,8 @@ def test_the_backend_stores_what_it_rotates():
     assert backend.rotates(write.rotation, write.q, write.k, write.kv_dtype)
     pool = jnp.zeros((1, 2, 4, 16, 128), jnp.bfloat16)
     q, pool = jax.jit(lambda pages: backend.write_kv(pages, write))(pool)
-    rotated_q, rotated_k = (backend_module._rotated(side, write.rotation) for side in (write.q, write.k))
+    rotated_q = backend_module._rotated(write.q, write.rotation, 0.3)
+    rotated_k = backend_module._rotated(write.k, write.rotation)
     plain = dataclasses.replace(write, q=None, k=rotated_k, rotation=None)
     np.testing.assert_array_equal(q, rotated_q)
     np.testing.assert_array_equal(pool, backend.write_kv(jnp.zeros_like(pool), plain)[1])

@@ -16,6 +16,7 @@ from levanter_infer.kernels.tpu import backend as tpu_backend
 from levanter_infer.kernels.tpu import kv_write
 from levanter_infer.kernels.tpu import prefill as tpu_prefill
 from levanter_infer.kernels.tpu.kv_write import write_kv
+from levanter_infer.kernels.tpu.pipeline import LOG2_E
 from levanter_infer.kernels.tpu.pool import TpuPool
 from levanter_infer.kernels.tpu.sizes import Sizes as KernelSizes
 from levanter_infer.kernels.tpu.sizes import Tile, align_queries
@@ -58,9 +59,10 @@ def check(batch, *, traced=None, tiles=None, **static):
 
 
 def test_a_small_mixed_batch_equals_dense():
-    """Items of 256 keys, which are masked 128 at a time."""
+    """Items of 256 keys, which are masked 128 at a time, with a scale that queries hold."""
     sizes = Sizes(4, 2, 64, 32, tokens=40, rows=5, max_pages=10)
-    check(make_ragged(sizes, [(1, 300), (7, 140), (1, 3), (20, 290)]), tiles=small_tiles(sizes, tokens=256))
+    batch = make_ragged(sizes, [(1, 300), (7, 140), (1, 3), (20, 290)])
+    check(batch, tiles=small_tiles(sizes, tokens=256), scale=1 / LOG2_E)
 
 
 @pytest.mark.slow
@@ -71,6 +73,15 @@ def test_values_that_are_added_late_give_the_same_bits(monkeypatch):
     at_once = run(batch, tiles=small_tiles(sizes, tokens=512))
     monkeypatch.setattr(tpu_prefill, "adds_late", lambda: True)
     np.testing.assert_array_equal(run(batch, tiles=small_tiles(sizes, tokens=512)), at_once)
+
+
+def test_queries_that_are_transposed_in_each_matmul_give_the_same_bits(monkeypatch):
+    """As on v4, with query blocks before and behind the end of a KV block."""
+    sizes = Sizes(4, 2, 64, 32, tokens=16, rows=1, max_pages=6)
+    batch = make_ragged(sizes, [(16, 150)])
+    once = run(batch, tiles=small_tiles(sizes, tokens=128))
+    monkeypatch.setattr(tpu_prefill, "transposes_queries", lambda: False)
+    np.testing.assert_array_equal(run(batch, tiles=small_tiles(sizes, tokens=128)), once)
 
 
 @pytest.mark.slow

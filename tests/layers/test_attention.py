@@ -12,10 +12,13 @@ from haliax import Axis, NamedArray
 from levanter_infer.axes import EMBED, HEAD_SIZE, KV_HEADS, POSITION, Q_HEADS_PER_GROUP, ROW, ROW_BOUND, SEQ_PAGE, TOKEN
 from levanter_infer.cache.batch_info import PageBatchInfo
 from levanter_infer.cache.kv_pages import KvPages
-from levanter_infer.kernels.call import PoolShape
-from levanter_infer.layers.attention import Attention, AttentionBlock, AttentionInputs, AttentionSpec
+from levanter_infer.kernels.call import AttentionCall, PoolShape
+from levanter_infer.kernels.tpu.backend import TpuBackend
+from levanter_infer.kernels.tpu.pipeline import LOG2_E
+from levanter_infer.layers.attention import Attention, AttentionBlock, AttentionInputs, AttentionSpec, attend_to_all
 from levanter_infer.layers.linear import Fusion, apply
 from levanter_infer.layers.norm import NormConfig, RMSNorm
+from levanter_infer.layers.rotary import RopeConfig, rope_at
 from tests.kernels.ragged import Ragged, Sizes, dense_attention
 
 LENGTH, PAGE_SIZE, KV, GROUP, SIZE = 30, 4, 2, 3, 8
@@ -80,9 +83,59 @@ def test_sinks_and_chunks_matter(layer):
     assert all(np.abs(other - neither).max() > 0.01 * np.abs(neither).max() for other in others)
 
 
-def prompt() -> PageBatchInfo:
+SCALED = dict(num_heads=8, num_kv_heads=2, head_dim=128, rope=RopeConfig(), scale=0.2)
+IN_RULES = {
+    "soft-cap": dict(soft_cap=2.0),
+    "part-of-a-head": dict(rope=RopeConfig(partial=0.5)),
+    "norm-behind": dict(qk_norm=NormConfig(1e-6), qk_norm_after_rope=True),
+}
+IN_QUERIES = {
+    "rope": {},
+    "norm-before": dict(qk_norm=NormConfig(1e-6)),
+    "neighbours": dict(rope=RopeConfig(interleaved=True)),
+}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("options", [*IN_QUERIES, *IN_RULES])
+def test_a_tpu_takes_the_scale_in_queries_whose_rotation_comes_last(options, dtype, monkeypatch):
+    """In bfloat16 the kernel's rotation is taken where it can be; in float32 the layer rotates."""
+    block, length = AttentionBlock(**SCALED | (IN_QUERIES | IN_RULES)[options]), 32
+    embed, positions = Axis(EMBED, 64), NamedArray(jnp.arange(length), (Axis(POSITION, length),))
+    attention = Attention.init((), embed, block, key=jax.random.key(0), dtype=jnp.dtype(dtype))
+    norm = RMSNorm.init((), embed, config=NormConfig(1e-6), dtype=jnp.dtype(dtype))
+    x = (2 * hax.random.normal(jax.random.key(1), (positions.axes[0], embed))).astype(dtype)
+    scales, shape = [], PoolShape(1, 9, 16, 2, 128, jnp.dtype(dtype))
+
+    def attend(backend: TpuBackend, call: AttentionCall):
+        """With the rules of the call, over the keys and values of the pool."""
+        scales.append(call.rules.scale)
+        position = jnp.arange(length)
+        both = backend.read_kv(call.kv_pages, shape, call.page_indices[0, position // 16], position % 16)[0]
+        keys, values = both[:, 0::2], both[:, 1::2]
+        return attend_to_all(call.q.reshape(length, 2, 4, 128), keys, values, call.rules).reshape(call.q.shape)
+
+    monkeypatch.setattr(TpuBackend, "attend", attend)
+    kv = KvPages.init(shape, TpuBackend())
+
+    def inputs_of(axis: str) -> AttentionInputs:
+        assert block.rope is not None
+        return AttentionInputs(
+            block, rope_at(block.rope, 128, positions.rename({POSITION: axis}), length), AttentionSpec()
+        )
+
+    dense, _ = attention.dense(x, Fusion(norm=norm), inputs_of(POSITION))
+    tokens = x.rename({POSITION: TOKEN})
+    paged, _ = attention.paged(tokens, Fusion(norm=norm), inputs_of(TOKEN), kv, jnp.int32(0), prompt(length, 16))
+    assert scales == [1 / LOG2_E if options in IN_QUERIES else 0.2]
+    exact = np.asarray(dense.array, np.float32)
+    error = np.abs(np.asarray(paged.array, np.float32) - exact).max() / np.abs(exact).max()
+    assert error < (1e-5 if dtype == "float32" else 0.02)
+
+
+def prompt(length: int = LENGTH, page_size: int = PAGE_SIZE) -> PageBatchInfo:
     """All positions of one sequence, on pages in reverse."""
-    position, pages = np.arange(LENGTH), -(-LENGTH // PAGE_SIZE)
+    position, pages = np.arange(length), -(-length // page_size)
     page = np.arange(pages)[::-1]
 
     def array(values, *axes) -> NamedArray:
@@ -93,10 +146,10 @@ def prompt() -> PageBatchInfo:
         tokens=array(0 * position, TOKEN),
         positions=array(position, TOKEN),
         slot_ids=array([0], ROW),
-        cu_q_lens=array([0, LENGTH], ROW_BOUND),
-        seq_lens=array([LENGTH], ROW),
+        cu_q_lens=array([0, length], ROW_BOUND),
+        seq_lens=array([length], ROW),
         page_indices=array(page[None], ROW, SEQ_PAGE),
         num_seqs=array(1),
-        new_token_dests=array(page[position // PAGE_SIZE] * PAGE_SIZE + position % PAGE_SIZE, TOKEN),
-        page_size=PAGE_SIZE,
+        new_token_dests=array(page[position // page_size] * page_size + position % page_size, TOKEN),
+        page_size=page_size,
     )

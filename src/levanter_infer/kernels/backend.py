@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from levanter_infer.kernels.call import AttentionCall, GroupedCall, KvWrite, LinearCall, PoolShape, Rotation
+from levanter_infer.kernels.rules import ScoreRules
 
 
 class Work(enum.Enum):
@@ -364,6 +365,14 @@ class Backend(ABC):
         """Whether `write_kv` takes this rotation of queries and keys, [T, heads, D] each. Requires:
         `Fuse.ROTATION`."""
         return Fuse.ROTATION in self.fuses
+
+    def scale_in_queries(self, rules: ScoreRules) -> tuple[float, ScoreRules]:
+        """A factor that queries are to hold when `attend` gets them, and the rules of their scores then.
+
+        Whoever rotates queries in float32 multiplies it in before they are rounded, so that it costs no bits; others
+        leave it out, and attend with the rules as they were.
+        """
+        return 1.0, rules
 
     @abstractmethod
     def write_kv(self, pool: Array, write: KvWrite) -> tuple[Array | None, Array]:

@@ -122,6 +122,9 @@ class Rotation:
     """Weight [layers, D] and eps of the norm of queries and of the norm of keys; None: no norms."""
     norm_layer: Array | None = None
     """i32[], layer of these weights, which may be another one than that of the pool; needed with norms."""
+    query_factor: float = 1.0
+    """Factor of the rotated queries, before they are rounded; other than 1 only where `Backend.scale_in_queries` gives
+    it."""
 
 
 @dataclass(frozen=True)

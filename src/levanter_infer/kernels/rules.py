@@ -33,6 +33,11 @@ class ScoreRules:
     score_mod: Callable | None = None
     mask_mod: Callable | None = None
 
+    @property
+    def is_linear(self) -> bool:
+        """Whether a score is the scale times q · k, without a soft cap, ALiBi or `score_mod`."""
+        return self.soft_cap is None and self.alibi_slopes is None and self.score_mod is None
+
     def scores(self, matmul: Array, q_pos: Array, kv_pos: Array, head: Array) -> Array:
         """Scores from q · k: scale, soft cap, ALiBi, `score_mod`, in this order; f32 in and out."""
         scores = matmul * jnp.float32(self.scale)

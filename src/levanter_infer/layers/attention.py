@@ -130,6 +130,12 @@ class AttentionBlock:
         return FullKv(self.num_kv_heads, self.head_dim)
 
     @property
+    def ends_in_rotation(self) -> bool:
+        """Whether queries of whole heads are rotated, with no norm behind, so that the rotation can scale them."""
+        is_last = self.qk_norm is None or not self.qk_norm_after_rope
+        return self.rope is not None and self.rope.is_of_whole_head and is_last
+
+    @property
     def unfused(self) -> str | None:
         """The part that no kernel fuses with the cache; None: there is none, as in Llama."""
         if self.rope is None:
@@ -173,6 +179,8 @@ class AttentionInputs:
     rope: Rope | None
     """Angles of the block's rope, of each token."""
     spec: AttentionSpec
+    query_factor: float = 1.0
+    """Factor of queries, which their rotation multiplies in; 1 unless `AttentionBlock.ends_in_rotation`."""
     convolve_keys: Callable[[NamedArray], NamedArray] | None = None
     """Short convolution of keys [..., kv_head, head_size], before their norm; None: there is none."""
 
@@ -251,6 +259,10 @@ class Attention(eqx.Module):
             layer: i32[], which layer of the pool `kv`.
         Returns: [token, embed] and the pool.
         """
+        rules = self._rules(inputs.block.head_dim, inputs)
+        if inputs.block.ends_in_rotation:
+            factor, rules = kv.backend.scale_in_queries(rules)
+            inputs = dataclasses.replace(inputs, query_factor=factor)
         q, k, v, gate = self._projected(x, around, inputs)
         by_kernel = False
         if k is None or v is None:
@@ -266,7 +278,7 @@ class Attention(eqx.Module):
             seq_lens=batch.seq_lens.array,
             cu_q_lens=batch.cu_q_lens.array,
             num_seqs=batch.num_seqs.array,
-            rules=self._rules(head_dim, inputs),
+            rules=rules,
             kv_dtype=kv.dtype,
             kv_heads=q.axis_size(KV_HEADS),
             page_size=batch.page_size,
@@ -335,7 +347,7 @@ class Attention(eqx.Module):
 
         def rotated(q: NamedArray, k: NamedArray, *angles: NamedArray) -> tuple[NamedArray, ...]:
             own = inputs.at(angles)
-            return _scaled(_placed(q, norms[0], own), own), _placed(k, norms[1], own)
+            return _scaled(_placed(q, norms[0], own, own.query_factor), own), _placed(k, norms[1], own)
 
         if norms != (None, None) or inputs.angles:
             q, k = self.q_proj.by_rows(rotated, q, k, *inputs.angles)
@@ -350,7 +362,7 @@ class Attention(eqx.Module):
 
         def rotated(q: NamedArray, *angles: NamedArray) -> NamedArray:
             own = inputs.at(angles)
-            return _scaled(_placed(q, norm, own), own)
+            return _scaled(_placed(q, norm, own, own.query_factor), own)
 
         return self.q_proj.by_rows(rotated, q, *inputs.angles)
 
@@ -392,10 +404,10 @@ class Attention(eqx.Module):
             return None
         cos, sin = (side.rearrange((TOKEN, HEAD_SIZE)).array for side in (rope.cos, rope.sin))
         if self.q_norm is None or self.k_norm is None:
-            return Rotation(cos, sin)
+            return Rotation(cos, sin, query_factor=inputs.query_factor)
         q_norm, k_norm = self.q_norm.fusable, self.k_norm.fusable
         assert q_norm is not None and k_norm is not None, f"kernels do not compute {inputs.block.qk_norm}"
-        return Rotation(cos, sin, (q_norm, k_norm), self.q_norm.layer)
+        return Rotation(cos, sin, (q_norm, k_norm), self.q_norm.layer, inputs.query_factor)
 
     def _finished(
         self, attended: NamedArray, own: NamedArray | None, gate: Sequence[NamedArray], block: AttentionBlock
@@ -417,13 +429,13 @@ class Attention(eqx.Module):
         )
 
 
-def _placed(side: NamedArray, norm: RMSNorm | None, inputs: AttentionInputs) -> NamedArray:
-    """Queries or keys with their norm, clipped and rotated."""
+def _placed(side: NamedArray, norm: RMSNorm | None, inputs: AttentionInputs, factor: float = 1.0) -> NamedArray:
+    """Queries or keys with their norm, clipped and rotated, which multiplies them by a factor."""
     after = inputs.block.qk_norm_after_rope
     if norm is not None and not after:
         side = norm(side)
     side = _clipped(side, inputs.block)
-    side = side if inputs.rope is None else inputs.rope.rotate(side)
+    side = side if inputs.rope is None else inputs.rope.rotate(side, factor)
     return norm(side) if norm is not None and after else side
 
 

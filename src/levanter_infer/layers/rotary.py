@@ -74,9 +74,14 @@ class RopeConfig:
         return self.kind == "dynamic" or (self.kind == "longrope" and differs)
 
     @property
+    def is_of_whole_head(self) -> bool:
+        """Whether all numbers of a head are rotated."""
+        return rotated_share(self) == 1
+
+    @property
     def unfused(self) -> str | None:
         """The part that no kernel fuses with the cache; None: kernels that rotate compute this rope."""
-        if rotated_share(self) != 1 or self.interleaved:
+        if not self.is_of_whole_head or self.interleaved:
             return "a rope of a part of a head or of neighbours"
         return "queries that are scaled by their position" if self.query_beta is not None else None
 
@@ -101,13 +106,17 @@ class Rope:
         """The rope of other tokens. Args: as `angles`."""
         return Rope(self.config, *angles)
 
-    def rotate(self, x: NamedArray) -> NamedArray:
-        """Rotate the pairs of x [..., head_size] by the angles, in float32. Returns: as `x`."""
+    def rotate(self, x: NamedArray, factor: float = 1.0) -> NamedArray:
+        """Rotate the pairs of x [..., head_size] by the angles, and multiply by a factor, in float32. Returns: as `x`.
+
+        Args: factor: 1 for a rope of a part of a head.
+        """
         rotated = 2 * self.cos.axis_size(HEAD_SIZE)
+        assert factor == 1 or self.config.is_of_whole_head, "a factor of a head of which a part is rotated"
         if rotated == 0:
             return x
         if rotated == x.axis_size(HEAD_SIZE):
-            return rotate(x, self.cos, self.sin, interleaved=self.config.interleaved)
+            return rotate(x, self.cos, self.sin, factor, interleaved=self.config.interleaved)
         first = rotate(x[HEAD_SIZE, :rotated], self.cos, self.sin, interleaved=self.config.interleaved)
         return hax.concatenate(HEAD_SIZE, [first, x[HEAD_SIZE, rotated:]]).rearrange(x.axes)
 
@@ -161,17 +170,22 @@ def rotary_tables(
     return hax.cos(angles) * jnp.float32(scaling), hax.sin(angles) * jnp.float32(scaling)
 
 
-def rotate(x: NamedArray, cos: NamedArray, sin: NamedArray, *, interleaved: bool = False) -> NamedArray:
+def rotate(
+    x: NamedArray, cos: NamedArray, sin: NamedArray, factor: float = 1.0, *, interleaved: bool = False
+) -> NamedArray:
     """Rotate each pair (x[i], x[i + head_size / 2]) by its angle, in float32.
 
     Args:
         x: [..., head_size]
         cos, sin: f32[some axes of x, head_size / 2]
+        factor: of the result, before it is rounded.
         interleaved: pairs are (x[2i], x[2i + 1]).
     Returns: as `x`.
     """
     half = x.axis_size(HEAD_SIZE) // 2
     wide = x.astype(jnp.float32)
+    if factor != 1:
+        cos, sin = cos * jnp.float32(factor), sin * jnp.float32(factor)
     if interleaved:
         first, second = wide[HEAD_SIZE, 0::2], wide[HEAD_SIZE, 1::2]
         pairs = [first * cos - second * sin, second * cos + first * sin]

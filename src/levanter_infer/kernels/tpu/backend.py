@@ -18,9 +18,11 @@ from jax.experimental.pallas import tpu as pltpu
 from levanter_infer.kernels import scopes
 from levanter_infer.kernels.backend import Fuse, Platform, Task, Work
 from levanter_infer.kernels.call import AttentionCall, GroupedCall, KvWrite, PoolShape, Rotation, checked
+from levanter_infer.kernels.rules import ScoreRules
 from levanter_infer.kernels.tpu import grouped, rotate, sampling
 from levanter_infer.kernels.tpu.decode import decode_attention
 from levanter_infer.kernels.tpu.kv_write import write_kv
+from levanter_infer.kernels.tpu.pipeline import LOG2_E
 from levanter_infer.kernels.tpu.pool import LANES, TpuPool
 from levanter_infer.kernels.tpu.prefill import prefill_attention, row_of_token
 from levanter_infer.kernels.tpu.tiling import Tiles, TileShape, choose, cut_queries, generation, invariant_tile
@@ -101,6 +103,12 @@ class TpuBackend(XlaBackend):
     def rotates(self, rotation: Rotation, q: Array, k: Array, kv_dtype: jnp.dtype) -> bool:
         return not self.is_apart and rotate.supports(q, k, rotation, kv_dtype)
 
+    def scale_in_queries(self, rules: ScoreRules) -> tuple[float, ScoreRules]:
+        # Their scores then are in units of log2, as the kernels want them, without a multiplication of each.
+        if not rules.is_linear:
+            return 1.0, rules
+        return rules.scale * LOG2_E, dataclasses.replace(rules, scale=1 / LOG2_E)
+
     def write_kv(self, pool: Array, write: KvWrite) -> tuple[Array | None, Array]:
         # Under a `shard_map` these are the heads of one device.
         kv_heads, head_dim = write.k.shape[1:]
@@ -138,20 +146,22 @@ def _rotated_and_packed(write: KvWrite) -> tuple[Array, Array]:
 
     def by_xla(q: Array, k: Array, v: Array, rotation: Rotation) -> tuple[Array, Array]:
         layout = TpuPool(k.shape[1], k.shape[2])
-        return _rotated(q, rotation), layout.pack(_rotated(k, rotation), v).astype(jnp.float32)
+        rotated = _rotated(q, rotation, rotation.query_factor)
+        return rotated, layout.pack(_rotated(k, rotation), v).astype(jnp.float32)
 
     def of(compute):
-        return lambda q, k, v, cos, sin: compute(q, k, v, Rotation(cos, sin))
+        return lambda q, k, v, cos, sin: compute(q, k, v, dataclasses.replace(rotation, cos=cos, sin=sin))
 
     arrays = q, write.k, v, rotation.cos, rotation.sin
     return jax.lax.platform_dependent(*arrays, tpu=of(rotate.rotate), default=of(by_xla))
 
 
-def _rotated(x: Array, rotation: Rotation) -> Array:
-    """Heads [T, heads, D] rotated in float32, in the dtype of `x`."""
+def _rotated(x: Array, rotation: Rotation, factor: float = 1.0) -> Array:
+    """Heads [T, heads, D] rotated in float32, times a factor, in the dtype of `x`."""
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     cos, sin = rotation.cos[:, None], rotation.sin[:, None]
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return (rotated * jnp.float32(factor)).astype(x.dtype)
 
 
 def _layout(shape: PoolShape) -> TpuPool:

@@ -33,6 +33,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from levanter_infer.kernels.call import AttentionCall
+from levanter_infer.kernels.rules import ScoreRules
 from levanter_infer.kernels.tpu.pool import LANES
 from levanter_infer.kernels.tpu.sizes import OUT_SLOTS, Scratch, Sizes, align_queries
 from levanter_infer.kernels.tpu.work_items import Cursor, Item, Rows, Scalar
@@ -442,12 +443,16 @@ class Pipeline:
         return first, jnp.minimum(end, self.tile.pages // sizes.subblock_pages)
 
     def wait_queries(self, item: Array) -> Array:
-        """Wait for the queries of an item. Returns: their slot in `Scratch.q_buf`."""
+        """Wait for the queries of an item, and transpose them where the kernel takes them so. Returns: their slot in
+        `Scratch.q_buf`."""
         index = self.index(item)
 
         @pl.when(self.items[index, Item.IS_FIRST] == 1)
         def _():
             self._q_copy(index).wait()
+            if self.scratch.q_columns_ref is not None:
+                for t in range(self.sizes.q_tiles):
+                    self.scratch.q_columns_ref[t] = self.scratch.q_buf[self.q_slot(item), t].T
 
         return self.q_slot(item)
 
@@ -669,6 +674,12 @@ def zero_masked_values(pipeline: Pipeline, item: Array) -> None:
         jax.lax.fori_loop(
             pipeline.items[index, Item.FIRST_PAGE], pipeline.items[index, Item.END_PAGE], zero_unmapped, 0
         )
+
+
+def in_log2(matmul: Array, rules: ScoreRules) -> Array:
+    """Scores in units of log2 from q · k, of rules that are linear; as they are where queries hold the factor."""
+    factor = rules.scale * LOG2_E
+    return matmul if factor == 1 else matmul * jnp.float32(factor)
 
 
 def mask_unmapped(pipeline: Pipeline, item: Array, kv_pos: Array) -> Array:

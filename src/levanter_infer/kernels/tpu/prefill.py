@@ -26,11 +26,11 @@ from jax.experimental.pallas import tpu as pltpu
 
 from levanter_infer.kernels.call import AttentionCall
 from levanter_infer.kernels.rules import MASKED, NOTHING_SEEN
-from levanter_infer.kernels.tpu.pipeline import LOG2_E, Inputs, Pipeline, mapped_keys, run_kernel
+from levanter_infer.kernels.tpu.pipeline import LOG2_E, Inputs, Pipeline, in_log2, mapped_keys, run_kernel
 from levanter_infer.kernels.tpu.pool import LANES, TpuPool, pairs, side_by_side
 from levanter_infer.kernels.tpu.scales import KEYS, VALUES, scales_of_keys
 from levanter_infer.kernels.tpu.sizes import SUBLANES, Scratch, Sizes, Tile, align_queries
-from levanter_infer.kernels.tpu.tiling import adds_late
+from levanter_infer.kernels.tpu.tiling import adds_late, transposes_queries
 from levanter_infer.kernels.tpu.work_items import Item, Rows
 
 STRIPE = 256
@@ -68,6 +68,7 @@ def prefill_attention(
         operand=operand,
         invariant=invariant,
         adds_late=adds_late(),
+        transposes_queries=transposes_queries(),
     )
     q_starts, source, target = _aligned(call, align_queries(per_group), sizes.least_queries)
 
@@ -191,8 +192,7 @@ class _Block:
     def __init__(self, call: AttentionCall, pipeline: Pipeline):
         self.pipeline, self.sizes, self.scratch = pipeline, pipeline.sizes, pipeline.scratch
         self.rules = dataclasses.replace(call.rules, sliding_window=pipeline.window)
-        rules, sizes = self.rules, self.sizes
-        self.plain = rules.soft_cap is None and rules.alibi_slopes is None and rules.score_mod is None
+        sizes = self.sizes
         starts = range(0, sizes.columns, STRIPE)
         self.stripes = [
             _Stripe(group, first, min(STRIPE, sizes.columns - first))
@@ -288,10 +288,10 @@ class _Block:
             m, factor, sums, maxima = self.scratch.m_ref[own], self.scratch.factor_ref[own], [], []
             for at in range(0, keys.count, chunk):
                 scores = self.scratch.score_ref[stripe.group, pl.ds(at, chunk), stripe.columns]
-                weights, total = self._weights(stripe, keys.part(at, chunk), scores, m)
-                sums.append(total)
                 if next_keys is not None:
                     maxima.append(self._put_scores(q_slot, stripe, next_keys.part(at, chunk), at, next_visible))
+                weights, total = self._weights(stripe, keys.part(at, chunk), scores, m)
+                sums.append(total)
                 late.append(
                     functools.partial(
                         self._add_values, stripe, range(at, at + chunk), weights, factor if at == 0 else None
@@ -347,13 +347,12 @@ class _Block:
     def _scores(self, q_slot: Array, stripe: _Stripe, keys: _Keys, visible: Array | None) -> Array:
         """f32[keys, columns], in units of log2; with masks if `visible` is given, positions i32[keys, 128] of which
         those on pages that are none are `BEYOND`."""
-        sizes, rules, scratch = self.sizes, self.rules, self.scratch
-        tiles, f32 = sizes.pool.lane_tiles, jnp.float32
+        sizes, rules = self.sizes, self.rules
+        f32 = jnp.float32
         matmul = [
             self.dot(
                 side_by_side([self._load(keys, sizes.keys(stripe.group, t)) for t in pair]),
-                side_by_side([scratch.q_buf[q_slot, stripe.group * tiles + t, stripe.columns] for t in pair]),
-                (((1,), (1,)), ((), ())),
+                *self._q_operand(q_slot, stripe, pair),
             )
             for pair in self.depths
         ]
@@ -362,8 +361,8 @@ class _Block:
         if sizes.pool.scaled:
             matmul = matmul * self._scales(stripe, keys, KEYS, head)
         kv_pos = _widen(self._positions(keys), stripe.count)
-        if self.plain:
-            scores = matmul * f32(rules.scale * LOG2_E)
+        if rules.is_linear:
+            scores = in_log2(matmul, rules)
         else:
             slopes = self.pipeline.inputs.slopes
             own = {} if slopes is None else dict(alibi_slopes=_Slopes(slopes, stripe.group, stripe.columns))
@@ -374,6 +373,15 @@ class _Block:
         visible = _widen(visible, stripe.count)
         seen = rules.seen(q_pos, visible if rules.mask_mod is None else kv_pos, head)
         return jnp.where(seen if rules.mask_mod is None else seen & (visible <= q_pos), scores, f32(MASKED))
+
+    def _q_operand(self, q_slot: Array, stripe: _Stripe, tiles: range) -> tuple[Array, tuple]:
+        """Some tiles of 128 numbers of a stripe's queries, and the dimension numbers of a matmul of keys with them."""
+        first, own = stripe.group * self.sizes.pool.lane_tiles, self.scratch.q_columns_ref
+        if own is None:
+            q = side_by_side([self.scratch.q_buf[q_slot, first + t, stripe.columns] for t in tiles])
+            return q, (((1,), (1,)), ((), ()))
+        parts = [own[first + t, :, stripe.columns] for t in tiles]
+        return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=0), (((1,), (0,)), ((), ()))
 
     def _scales(self, stripe: _Stripe, keys: _Keys, side: int, head: Array) -> Array:
         """The scales of int8 keys or values for a stripe, f32[keys, columns]."""

@@ -47,7 +47,7 @@ def rotate(q: Array, k: Array, v: Array, rotation: Rotation, *, interpret=False)
         return pl.BlockSpec((block, width), lambda i: (i, 0))
 
     rotated, packed = pl.pallas_call(
-        functools.partial(_rotate, q_heads=q_heads, kv_heads=kv_heads),
+        functools.partial(_rotate, query_factor=rotation.query_factor),
         out_shape=[
             jax.ShapeDtypeStruct((num_tokens, q_heads, head_dim), q.dtype),
             jax.ShapeDtypeStruct((num_tokens * 2 * kv_heads, head_dim), jnp.float32),
@@ -69,8 +69,9 @@ def rotate(q: Array, k: Array, v: Array, rotation: Rotation, *, interpret=False)
     return rotated, packed.reshape(num_tokens, 2 * kv_heads, head_dim)
 
 
-def _rotate(q_ref, k_ref, v_ref, cos_ref, sin_ref, rotated_ref, packed_ref, wide_ref, *, q_heads: int, kv_heads: int):
-    tokens = q_ref.shape[0]
+def _rotate(q_ref, k_ref, v_ref, cos_ref, sin_ref, rotated_ref, packed_ref, wide_ref, *, query_factor: float):
+    tokens, q_heads, _ = rotated_ref.shape
+    kv_heads = k_ref.shape[1] // LANES
     cos = jnp.concatenate([cos_ref[...]] * 2, axis=1)
     sin = jnp.concatenate([-sin_ref[...], sin_ref[...]], axis=1)
 
@@ -81,7 +82,8 @@ def _rotate(q_ref, k_ref, v_ref, cos_ref, sin_ref, rotated_ref, packed_ref, wide
         return x * cos + pltpu.roll(x, LANES // 2, 1) * sin
 
     for number in range(q_heads):
-        wide_ref[pl.ds(number, tokens, stride=q_heads), :] = rotated(head(q_ref, number))
+        query = rotated(head(q_ref, number)) * jnp.float32(query_factor)
+        wide_ref[pl.ds(number, tokens, stride=q_heads), :] = query
     rotated_ref[...] = wide_ref[...].reshape(rotated_ref.shape).astype(rotated_ref.dtype)
     for number in range(kv_heads):
         key = rotated(head(k_ref, number)).astype(k_ref.dtype).astype(jnp.float32)

@@ -69,6 +69,8 @@ class Scratch(NamedTuple):
     """DMA semaphores [slots]."""
     l_ref: Any
     """VMEM, of the shape of m: running denominator, one partial sum per lane, for prefill per sublane."""
+    q_columns_ref: Any = None
+    """Prefill with `Sizes.transposes_queries`: VMEM [q_tiles, 128, columns], the queries of the current query block."""
     factor_ref: Any = None
     """Prefill: VMEM, of the shape of m: factor of acc and l, for the maximum of the keys whose scores are stored."""
     score_ref: Any = None
@@ -95,6 +97,8 @@ class Sizes:
     """Whether the prefill path computes rows of one query too, and the same sub-blocks of keys for every query."""
     adds_late: bool = False
     """Whether prefill multiplies the values of some keys after it has computed the scores of the next ones."""
+    transposes_queries: bool = False
+    """Whether prefill transposes the queries of a query block once, and not in each matmul."""
     in_words: bool = False
     """Whether decode converts int8 by shifts of 32-bit words, and so in another order of keys (`scales`)."""
     sharing: int = 1
@@ -184,6 +188,7 @@ class Sizes:
         per_group = pltpu.VMEM((self.groups, *((SUBLANES, rows) if is_prefill else (rows, LANES))), f32)
         prefill = dict(
             acc_ref=pltpu.VMEM((self.groups, value, rows), f32),
+            q_columns_ref=pltpu.VMEM((self.q_tiles, LANES, rows), self.operand) if self.transposes_queries else None,
             factor_ref=per_group,
             score_ref=pltpu.VMEM((self.groups, self.tokens, rows), f32),
             value_ref=pltpu.VMEM((self.groups, self.tokens // self.value_width, value, self.value_width), self.operand),

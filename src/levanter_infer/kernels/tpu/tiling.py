@@ -93,6 +93,11 @@ def adds_late() -> bool:
     return generation() in ("v5e", "v5p")
 
 
+def transposes_queries() -> bool:
+    """Whether `Sizes.transposes_queries` makes the loop of the prefill path shorter."""
+    return generation() != "v4"
+
+
 def propose(shape: TileShape) -> Tiles:
     """Tiles that are expected to fit into VMEM and to run near the best."""
     pool, page_size, page_bytes = shape.pool, shape.page_size, shape.page_bytes
