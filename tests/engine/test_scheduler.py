@@ -123,11 +123,8 @@ def test_a_request_gets_a_slot_its_tokens_and_leaves_the_slot_free():
     assert fields["complete"][0].tolist() == [True, False, False, False]
     assert fields["slot_ids"][0].tolist() == [0, 4, 4, 4] and "cancel" not in fields
     assert fields["sampling"]["seed"][0, 0].tolist() == [5, 7]
-    assert fields["sampling"]["stop_ids"][0, 0, 0, -1] == 9 and fields["sampling"]["stop_lens"][0, 0].tolist() == [
-        1,
-        0,
-        0,
-    ]
+    assert fields["sampling"]["stop_ids"][0, 0, 15] == 9
+    assert fields["sampling"]["stop_lens"][0, 0].tolist() == [1, 0, 0]
     assert scheduler.active == made.sequences and not scheduler.has_backlog
 
     assert scheduler.collect([Outputs([(0, 11)], cached={0: 2})], 0, version=3) == [] and not scheduler.has_prompts

@@ -258,5 +258,5 @@ def check_beside_xla(backend, changed: bool, slots: np.ndarray, atol: float) -> 
 @pytest.mark.slow
 @pytest.mark.parametrize("changed", [False, True])
 def test_kernels_sample_what_xla_samples(changed, monkeypatch):
-    monkeypatch.setattr(sampling, "_PENALISED_ROWS", 4)
+    monkeypatch.setattr(sampling, "_CHANGED_ROWS", 4)
     check_beside_xla(Quick(), changed, np.arange(ROWS), atol=2e-6)

@@ -7,6 +7,7 @@ and the scatters drop what would be written there, so that no caller needs a mas
 import dataclasses
 from typing import TypeVar
 
+import jax
 import jax.numpy as jnp
 from haliax import NamedArray
 from jax import Array
@@ -25,6 +26,50 @@ def gather(array: Array, index, fill=None) -> Array:
         index: an array, or a tuple of one per leading axis.
     """
     return array.at[index].get(mode="fill", fill_value=fill)
+
+
+LANES = 128
+"""Numbers up to a multiple of which a TPU fills the last axis of an array."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ShortRows:
+    """A table whose rows are short, with as many side by side as fit `LANES`: an array [stored row, numbers].
+
+    Of 16,384 rows of 8 numbers, which are 0.5 MB, a TPU would fill up each by itself, and store 8. Numbers are written
+    one by one: a stretch of lanes takes a TPU some 500 cycles, a whole row or one number a tenth of that.
+    """
+
+    num_rows: int
+    width: int
+    """Numbers of a row."""
+
+    @property
+    def side_by_side(self) -> int:
+        return LANES // self.width if LANES % self.width == 0 else 1
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Of the array."""
+        return -(-self.num_rows // self.side_by_side), self.side_by_side * self.width
+
+    def gather(self, array: Array, index: Array) -> Array:
+        """Rows `index` of any shape, [..., width]; zeros where one is absent."""
+        count = self.side_by_side
+        row, place = self._place(index)
+        stored = gather(array, row, 0).reshape(*index.shape, count, self.width)
+        is_own = jax.lax.broadcasted_iota(jnp.int32, (*index.shape, count), index.ndim) == place[..., None]
+        return jnp.sum(jnp.where(is_own[..., None], stored, 0), axis=-2, dtype=array.dtype)
+
+    def scatter(self, array: Array, index: Array, column: Array, values: Array) -> Array:
+        """The array with `values` [n] at `column` i32[n] of the rows `index` i32[n]; absent ones are dropped."""
+        row, place = self._place(index)
+        return scatter(array, (row, place * self.width + column), values)
+
+    def _place(self, index: Array) -> tuple[Array, Array]:
+        """Stored rows, absent ones for absent `index`, and places in them."""
+        row = jnp.where(index < self.num_rows, index // self.side_by_side, self.shape[0])
+        return row, index % self.side_by_side
 
 
 def scatter(array: Array, index, values) -> Array:

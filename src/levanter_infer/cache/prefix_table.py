@@ -7,7 +7,7 @@ from jax import Array
 from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Int32, UInt32
 
-from levanter_infer.cache.arrays import full, gather, replace, scatter
+from levanter_infer.cache.arrays import ShortRows, full, gather, replace, scatter
 from levanter_infer.kernels.loops import in_blocks
 
 WAYS = 8
@@ -39,8 +39,9 @@ class PrefixTable(eqx.Module):
     """Positive, or UNKNOWN. The other columns mean nothing where it is UNKNOWN."""
     hashes: UInt32[Array, " page"]
     """Hash of everything from the root to the page's last token."""
-    buckets: Int32[Array, "bucket way"]
-    """Pages by hash; none is `num_pages`. A page stays here until another one replaces it, forgotten or not."""
+    buckets: Int32[Array, "buckets buckets_ways"]
+    """`ShortRows` of each bucket's `WAYS`: pages by hash; none is `num_pages`. A page stays here until another one
+    replaces it, forgotten or not."""
     next_serial: Int32[Array, ""]
 
     @staticmethod
@@ -52,13 +53,17 @@ class PrefixTable(eqx.Module):
             parents=full(num_pages, 0),
             serials=full(num_pages, UNKNOWN),
             hashes=full(num_pages, 0, jnp.uint32),
-            buckets=full((num_buckets, WAYS), num_pages),
+            buckets=full(ShortRows(num_buckets, WAYS).shape, num_pages),
             next_serial=jnp.int32(1),
         )
 
     @property
     def num_pages(self) -> int:
         return self.serials.shape[-1]
+
+    @property
+    def _buckets(self) -> ShortRows:
+        return ShortRows(self.buckets.size // WAYS, WAYS)
 
     def ends(self, pages: Array, roots: Array) -> tuple[Array, Array]:
         """Serials i32[n] and hashes u32[n] of the prefixes that end with `pages` i32[n], or with `roots` i32[n] where a
@@ -170,7 +175,7 @@ class PrefixTable(eqx.Module):
 
     def _candidates(self, hashes: Array, tokens: Array) -> Array:
         """The page of each hash u32[n] whose tokens are `tokens` i32[n, page_size], i32[n]; none if there is none."""
-        entries = self.buckets[self._bucket(hashes)]
+        entries = self._buckets.gather(self.buckets, self._bucket(hashes))
         matches = self.findable(entries) & (gather(self.hashes, entries) == hashes[:, None])
         page = jnp.min(jnp.where(matches, entries, self.num_pages), axis=1)
         equal = jnp.all(gather(self.tokens, page, 0) == tokens, axis=1)
@@ -178,8 +183,8 @@ class PrefixTable(eqx.Module):
 
     def _enter(self, pages: Array, hashes: Array, serials: Array) -> "PrefixTable":
         """Put pages into their buckets: in the way of a forgotten page or of none, or else in any way."""
-        buckets = jnp.where(pages < self.num_pages, self._bucket(hashes), self.buckets.shape[0])
-        entries = gather(self.buckets, buckets, self.num_pages)
+        buckets = jnp.where(pages < self.num_pages, self._bucket(hashes), self._buckets.num_rows)
+        entries = self._buckets.gather(self.buckets, buckets)
         taken = self.findable(entries)
         taken &= self._bucket(gather(self.hashes, entries)) == buckets[:, None]
         index = jnp.arange(pages.shape[0], dtype=jnp.int32)
@@ -193,13 +198,12 @@ class PrefixTable(eqx.Module):
         free_rank = jnp.cumsum(~taken, axis=1) - 1
         fitting = ~taken & (free_rank == rank[:, None])
         way = jnp.where(jnp.any(fitting, axis=1), jnp.argmax(fitting, axis=1), serials & (WAYS - 1))
+        entered = self._buckets.scatter(self.buckets, buckets, way, pages)
         # Stored row by row, as it is between steps: within a loop XLA prefers columns on a TPU, and copies the table.
-        return replace(
-            self, buckets=with_layout_constraint(scatter(self.buckets, (buckets, way), pages), Layout((0, 1)))
-        )
+        return replace(self, buckets=with_layout_constraint(entered, Layout((0, 1))))
 
     def _bucket(self, hashes: Array) -> Array:
-        mask = jnp.uint32(self.buckets.shape[0] - 1)
+        mask = jnp.uint32(self._buckets.num_rows - 1)
         return (_mixed(hashes) & mask).astype(jnp.int32)
 
 

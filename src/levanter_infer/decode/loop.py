@@ -49,7 +49,7 @@ def run_steps(
         steps, state, ring = carry
         more = (
             (steps < limits.max_steps)
-            & (ring.count + shapes.max_seqs <= ring.size)
+            & (ring.count + shapes.max_rows <= ring.size)
             & has_work(state.decode, shapes, limits.min_free_slots)
         )
         return unless_called(more, state.decode, shapes, limits.host)

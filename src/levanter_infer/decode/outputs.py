@@ -7,7 +7,7 @@ import numpy as np
 from jax import Array
 from jaxtyping import Float32, Int32
 
-from levanter_infer.cache.arrays import full, replace, scatter
+from levanter_infer.cache.arrays import full, replace
 from levanter_infer.decode.codes import RUNNING, WAITING
 from levanter_infer.decode.sampling import SampleOutput
 from levanter_infer.decode.shapes import Shapes
@@ -23,8 +23,9 @@ class OutputRing(eqx.Module):
     """Log probabilities under the model."""
     processed_logprobs: Float32[Array, " output"]
     """Log probabilities under the distribution that was sampled from."""
-    top_ids: Int32[Array, "output top"]
-    top_logprobs: Float32[Array, "output top"]
+    top_ids: Int32[Array, "top output"]
+    top_logprobs: Float32[Array, "top output"]
+    """Outputs last: a TPU fills the last axis up to a multiple of 128."""
     count: Int32[Array, ""]
 
     @staticmethod
@@ -34,8 +35,8 @@ class OutputRing(eqx.Module):
             tokens=full(size, 0),
             logprobs=full(size, 0, jnp.float32),
             processed_logprobs=full(size, 0, jnp.float32),
-            top_ids=full((size, max_top), 0),
-            top_logprobs=full((size, max_top), 0, jnp.float32),
+            top_ids=full((max_top, size), 0),
+            top_logprobs=full((max_top, size), 0, jnp.float32),
             count=jnp.int32(0),
         )
 
@@ -44,12 +45,16 @@ class OutputRing(eqx.Module):
         return self.tokens.shape[-1]
 
     def push(self, emits: Array, slots: Array, sampled: SampleOutput) -> "OutputRing":
-        """Append the rows in the mask `emits`, bool[row]. Requires: they fit."""
+        """Append the rows in the mask `emits`, bool[row]. Requires: as many entries as there are rows are free."""
         rank = jnp.cumsum(emits, dtype=jnp.int32)
-        place = jnp.where(emits, self.count + rank - 1, self.size)
+        entries = jnp.arange(1, emits.shape[0] + 1, dtype=jnp.int32)
+        # The row of each new entry, and any behind them, so that all are written in one piece.
+        rows = jnp.searchsorted(rank, entries, side="left", method="compare_all").astype(jnp.int32)
 
         def put(name, values):
-            return scatter(getattr(self, name), place, values)
+            chosen = jnp.take(values.T, rows, axis=-1, mode="clip")
+            start = (*[jnp.int32(0)] * (chosen.ndim - 1), self.count)
+            return jax.lax.dynamic_update_slice(getattr(self, name), chosen, start)
 
         return replace(
             self,
@@ -146,7 +151,7 @@ class HostOutputs:
         """(token ids, logprobs) of the likeliest tokens of each entry, [count, max_logprobs]: a download of its own."""
         arrays = (np.asarray(array) for array in (self._outputs.top_ids, self._outputs.top_logprobs))
         ids, logprobs = (array if self._rank is None else array[self._rank] for array in arrays)
-        return ids[: self._count], logprobs[: self._count]
+        return ids[:, : self._count].T, logprobs[:, : self._count].T
 
 
 class RoundResult:

@@ -16,6 +16,8 @@ depends, to the bit, on that row alone, not on its index, the number of rows or 
 no row asks for is skipped.
 """
 
+import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -36,7 +38,10 @@ from levanter_infer.layers.shard_axis import Vocabulary
 
 GREEDY_TEMPERATURE = 1e-5
 """Temperatures below this one are greedy: argmax, lowest id on ties."""
-_HISTORY_CHUNK, _PENALISED_ROWS = 1024, 32
+_HISTORY_CHUNK = 1024
+_CHANGED_ROWS = 32
+"""Rows whose logits are copied and changed at once where all are sampled together: copies of all, with counts of all
+tokens, would be several times the size of the logits."""
 
 
 class LogitStats(eqx.Module):
@@ -157,45 +162,47 @@ def sample(
     changes = _Changes.of(column, history, used, vocab, modified, masks)
     greedy = (column["temperature"] < GREEDY_TEMPERATURE) | changes.forced
     num_rows = jnp.max(jnp.where(used, jnp.arange(1, used.shape[0] + 1, dtype=jnp.int32), 0))
+    asked = _Rows(column, history, changes, used, greedy)
 
-    def choose(z: Array, peak: Array, best: Array):
+    def choose(rows: _Rows, z: Array, peak: Array, best: Array, num_rows: Array):
         def draw_all():
-            return _draw_tokens(z, peak, column, history.positions, greedy, vocab, kernels, num_rows, used)
+            positions = rows.history.positions
+            return _draw_tokens(z, peak, rows.column, positions, rows.greedy, vocab, kernels, num_rows, rows.used)
 
         def draw_none():
-            return jnp.zeros_like(history.positions), jnp.zeros_like(peak)
+            return jnp.zeros_like(best), jnp.zeros_like(peak)
 
         with jax.named_scope(scopes.DRAWN):  # kernels skip rows by themselves
-            drawn, logprobs = draw_all() if by_rows else jax.lax.cond(jnp.any(~greedy & used), draw_all, draw_none)
-        return _possible(jnp.where(greedy, best, drawn), peak), jnp.where(greedy, 0, logprobs)
+            draws = jnp.any(~rows.greedy & rows.used)
+            drawn, logprobs = draw_all() if by_rows else jax.lax.cond(draws, draw_all, draw_none)
+        return _possible(jnp.where(rows.greedy, best, drawn), peak), jnp.where(rows.greedy, 0, logprobs)
 
     def take_best():
         tokens = _possible(_best(logits, peak, stats, vocab), peak)
         return changes.best_allowed(tokens, logits, vocab, backend, num_rows), jnp.zeros_like(peak)
 
-    def process_and_choose():
-        penalise = apply_penalties if kernels is None or by_rows else _penalise_by_chunks
-        z = changes.applied(logits, column, history, vocab, as_read, penalise, backend, num_rows)
+    def process_and_choose(rows: _Rows, logits: Array, num_rows: Array):
+        z = rows.changes.applied(logits, rows.column, rows.history, vocab, as_read, backend, num_rows)
         found = None if backend is None else LogitStats.of_kernel(backend, z, num_rows, vocab)
         if found is None:
             z_peak = vocab.shard_axis.max(jnp.max(z, axis=1))
         else:  # a kernel's peak passes over NaN; its sum does not
             z_peak = jnp.where(found.total > 0, found.peak, jnp.nan)
-        return choose(z, z_peak, _best(z, z_peak, found, vocab))
+        return choose(rows, z, z_peak, _best(z, z_peak, found, vocab), num_rows)
 
     def choose_changed_or_not():
+        process = process_and_choose if by_rows else functools.partial(_in_blocks, process_and_choose)
         with jax.named_scope(scopes.CHANGED):
             return jax.lax.cond(
-                jnp.any(changed & used),
-                process_and_choose,
-                lambda: choose(logits, peak, _best(logits, peak, stats, vocab)),
+                jnp.any(changes.rows & used),
+                lambda: process(asked, logits, num_rows),
+                lambda: choose(asked, logits, peak, _best(logits, peak, stats, vocab), num_rows),
             )
 
     # Rows that want nothing else, the commonest, are spared the copy of the logits that processing works on: greedy
     # ones, masked or not, and where a kernel draws, all whose logits stay as they are.
-    changed = changes.rows
     if kernels is None or by_rows:
-        process = choose_changed_or_not if by_rows else process_and_choose
+        process = choose_changed_or_not if by_rows else lambda: process_and_choose(asked, logits, num_rows)
         with jax.named_scope(scopes.PROCESSED):
             copies = jnp.any((changes.rewritten | ~greedy) & used)
             chosen, processed = jax.lax.cond(copies, process, take_best)
@@ -294,17 +301,16 @@ class _Changes(NamedTuple):
         history: History,
         vocab: Vocabulary,
         as_read,
-        penalise,
         backend: Backend | None,
         num_rows: Array,
     ) -> Array:
-        """The changed logits. Args: as_read, penalise: as the kernels that draw take logits; backend: whose
-        kernel masks the first `num_rows`, if it has one."""
+        """The changed logits. Args: as_read: as the kernels that draw take logits; backend: whose kernel masks the
+        first `num_rows`, if it has one."""
         z = as_read(logits if self.modified is None else self.modified)
         z = run_if(jnp.any(self.biased), lambda z: as_read(add_bias(z, column, vocab)), z)
         with jax.named_scope(scopes.PENALISED):
             penalised = self.penalised
-            z = run_if(jnp.any(penalised), lambda z: as_read(penalise(z, column, history, vocab, penalised)), z)
+            z = run_if(jnp.any(penalised), lambda z: as_read(apply_penalties(z, column, history, vocab, penalised)), z)
         z = as_read(run_if(jnp.any(self.banned), lambda z: as_read(_ban_stops(z, column, self.banned, vocab)), z))
         masks = self.masks
         if masks is None:
@@ -314,6 +320,42 @@ class _Changes(NamedTuple):
             return as_read(masks.apply(z, vocab, backend, num_rows))
 
         return as_read(run_if(jnp.any(self._masked), masked, z))
+
+
+class _Rows(NamedTuple):
+    """How some rows are sampled: each array has an axis of these rows, but for the tokens of all sequences."""
+
+    column: dict[str, Array]
+    history: History
+    changes: _Changes
+    used: Array
+    greedy: Array
+
+    def part(self, first: Array, count: int) -> "_Rows":
+        """The rows from `first` on."""
+        tokens = self.history.tokens
+        per_row = self._replace(history=self.history._replace(tokens=self.history.slot_ids))
+        part = jax.tree.map(lambda array: jax.lax.dynamic_slice_in_dim(array, first, count), per_row)
+        return part._replace(history=part.history._replace(tokens=tokens))
+
+
+def _in_blocks(
+    sample_rows: Callable[[_Rows, Array, Array], tuple[Array, Array]], rows: _Rows, logits: Array, num_rows: Array
+) -> tuple[Array, Array]:
+    """`sample_rows(rows, logits, num_rows)`, tokens and log probabilities, for `_CHANGED_ROWS` rows at a time."""
+    total = rows.used.shape[0]
+    size = min(_CHANGED_ROWS, total)
+
+    def block(index: Array, results: tuple[Array, Array]) -> tuple[Array, Array]:
+        first = jnp.minimum(index * size, total - size)  # the last block may sample rows of another again
+        own = jax.lax.dynamic_slice_in_dim(logits, first, size)
+        found = sample_rows(rows.part(first, size), own, jnp.clip(num_rows - first, 0, size))
+        pairs = zip(results, found, strict=True)
+        tokens, logprobs = (jax.lax.dynamic_update_slice_in_dim(into, part, first, 0) for into, part in pairs)
+        return tokens, logprobs
+
+    nothing = jnp.zeros(total, jnp.int32), jnp.zeros(total, jnp.float32)
+    return jax.lax.fori_loop(0, -(-num_rows // size), block, nothing)
 
 
 def _possible(tokens: Array, peak: Array) -> Array:
@@ -370,7 +412,11 @@ def is_banned(column: dict[str, Array], generated: Array) -> Array:
 
 def one_token_stops(column: dict[str, Array], vocab: int) -> Array:
     """The tokens that end a row by themselves, i32[row, stop]; none is `vocab`."""
-    return jnp.where(column["stop_lens"] == 1, column["stop_ids"][:, :, -1], vocab)
+    stop_lens, stop_ids = column["stop_lens"], column["stop_ids"]
+    if stop_lens.size == 0:
+        return stop_lens
+    last = stop_ids.reshape(*stop_lens.shape, -1)[:, :, -1]
+    return jnp.where(stop_lens == 1, last, vocab)
 
 
 def apply_penalties(
@@ -388,33 +434,6 @@ def apply_penalties(
     z = z - column["frequency_penalty"][:, None] * generated.astype(jnp.float32)
     z = z - column["presence_penalty"][:, None] * (generated > 0).astype(jnp.float32)
     return jnp.where(is_penalised(column)[:, None], z, logits)
-
-
-def _penalise_by_chunks(
-    logits: Array, column: dict[str, Array], history: History, vocab: Vocabulary, penalised: Array
-) -> Array:
-    """`apply_penalties`, a few rows at a time: counts of all tokens in all rows would be twice the size of the logits.
-    Chunks without a row in the mask are skipped."""
-    rows = penalised.shape[0]
-    size = min(_PENALISED_ROWS, rows)
-    columns = {name: column[name] for name in ("frequency_penalty", "presence_penalty", "repetition_penalty")}
-    per_row = (columns, history._replace(tokens=history.slot_ids), penalised)
-
-    def chunk(index: Array, z: Array) -> Array:
-        # The last chunk may begin earlier: rows that another one has changed are not changed again.
-        first = jnp.minimum(index * size, rows - size)
-        fresh = jnp.arange(size, dtype=jnp.int32) + first >= index * size
-        own_column, own_history, own = jax.tree.map(lambda a: jax.lax.dynamic_slice_in_dim(a, first, size), per_row)
-        own, own_history = own & fresh, own_history._replace(tokens=history.tokens)
-
-        def changed(z: Array) -> Array:
-            part = jax.lax.dynamic_slice_in_dim(z, first, size)
-            new = apply_penalties(part, own_column, own_history, vocab, own)
-            return jax.lax.dynamic_update_slice_in_dim(z, jnp.where(own[:, None], new, part), first, 0)
-
-        return run_if(jnp.any(own), changed, z)
-
-    return jax.lax.fori_loop(0, -(-rows // size), chunk, logits)
 
 
 def _token_counts(vocab: Vocabulary, tokens: Array, slots: Array, prompt_lens: Array, lens: Array) -> Array:

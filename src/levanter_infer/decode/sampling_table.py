@@ -42,8 +42,9 @@ class SamplingTable(eqx.Module):
     bias_ids: Int32[Array, "seq bias"]
     """Distinct token ids; none is `vocab_size`."""
     bias_values: Float32[Array, "seq bias"]
-    stop_ids: Int32[Array, "seq stop stop_token"]
-    """Stop sequences, aligned right; none is `vocab_size`."""
+    stop_ids: Int32[Array, "seq stop_and_token"]
+    """Stop sequences, side by side, each aligned right; none is `vocab_size`. A TPU stores them in an eighth of the
+    bytes of [seq, stop, stop_token]."""
     stop_lens: Int32[Array, "seq stop"]
     """Tokens of each stop sequence; 0: unused."""
     limits: SamplingLimits = eqx.field(static=True)
@@ -62,7 +63,7 @@ class SamplingTable(eqx.Module):
             seed=full((size, 2), nothing["seed"], jnp.uint32),
             bias_ids=column("bias_ids", bias),
             bias_values=column("bias_values", bias),
-            stop_ids=column("stop_ids", stop, limits.max_stop_tokens),
+            stop_ids=column("stop_ids", stop * limits.max_stop_tokens),
             stop_lens=column("stop_lens", stop),
             limits=limits,
         )
@@ -120,8 +121,7 @@ def stop_match(stop_ids: Array, stop_lens: Array, window: Array, enough: Array) 
     """The rows that end with one of their stop token sequences.
 
     Args:
-        stop_ids: i32[row, stop, stop_token], aligned right.
-        stop_lens: i32[row, stop]; 0: unused.
+        stop_ids, stop_lens: as of `SamplingTable`, of each row.
         window: i32[row, stop_token], the last generated tokens, the newest last; where fewer have been generated, an
             id that is in no stop sequence (the vocabulary size).
         enough: bool[row], whether `min_tokens` tokens have been generated.
@@ -129,6 +129,7 @@ def stop_match(stop_ids: Array, stop_lens: Array, window: Array, enough: Array) 
         bool[row]
     """
     width = window.shape[-1]
+    stop_ids = stop_ids.reshape(*stop_lens.shape, width)
     place = jax.lax.broadcasted_iota(jnp.int32, (1, 1, width), 2)
     outside = place < width - stop_lens[:, :, None]
     matches = jnp.all(outside | (stop_ids == window[:, None, :]), axis=-1) & (stop_lens > 0)

@@ -173,5 +173,5 @@ class Shapes:
 
     @property
     def ring_size(self) -> int:
-        """Sampled tokens that one round can hold."""
-        return self.max_round_steps * self.max_seqs
+        """Sampled tokens that one round can hold: those of its steps, and as many as there are rows behind the last."""
+        return self.max_round_steps * self.max_seqs + self.max_rows - self.max_seqs

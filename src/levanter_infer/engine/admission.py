@@ -186,7 +186,7 @@ class SamplingColumns:
             "seed": np.zeros((*lead, 2), np.uint32),
             "bias_ids": np.full((*lead, limits.max_logit_bias), none, np.int32),
             "bias_values": np.zeros((*lead, limits.max_logit_bias), np.float32),
-            "stop_ids": np.full((*stops, limits.max_stop_tokens), none, np.int32),
+            "stop_ids": np.full((*lead, limits.max_stop_sequences * limits.max_stop_tokens), none, np.int32),
             "stop_lens": np.zeros(stops, np.int32),
         }
 
@@ -226,5 +226,6 @@ class SamplingColumns:
             stops += [(token,) for token in eos_token_ids if token < vocab and (token,) not in stops]
         stop_ids, stop_lens = columns["stop_ids"][entry], columns["stop_lens"][entry]
         for i, sequence in enumerate(stops):
-            stop_ids[i, self.limits.max_stop_tokens - len(sequence) :] = sequence
+            end = (i + 1) * self.limits.max_stop_tokens
+            stop_ids[end - len(sequence) : end] = sequence
             stop_lens[i] = len(sequence)
