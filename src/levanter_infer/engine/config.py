@@ -97,7 +97,8 @@ class EngineConfig:
     max_prompt_logprobs: int = 1
     """Largest `prompt_logprobs` that a request may ask for. With 2 or more, scoring any prompt takes longer."""
     max_logit_bias: int = 384
-    """Entries of a request's `logit_bias`, at most. A TPU stores rows of a multiple of 128 as a step reads them; others it copies in each round."""
+    """Entries of a request's `logit_bias`, at most. Unless it is a multiple of 128, a TPU copies the table of them in
+    each round."""
     max_stop_sequences: int = 8
     """Entries of a request's `stop_token_ids` (of up to 16 tokens each) and of its `stop`, at most."""
     max_constraints: int = 64
