@@ -151,6 +151,7 @@ def bound(shape: Shape, gen: str, tokens: int, rows: int, parts: int) -> tuple[s
         columns=rows * pool.heads_per_group,
         head_dim=pool.lane_tiles * LANES,
         value_dim=pool.value_tiles * LANES,
+        scales=shape.value_dim is not None,
     )
     unit = max(limits, key=limits.__getitem__)
     return unit, limits[unit] * (pool.groups // parts)

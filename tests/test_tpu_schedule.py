@@ -142,12 +142,15 @@ def test_cycles_wait_for_results():
 
 def test_the_units_bound_prefill_as_counted_by_hand():
     # 1,024 keys, 256 queries of 4 heads: 64 passes of 16 keys over 8 stripes of 128 queries, and as many of values.
-    small = prefill_limits("v4", keys=1024, columns=1024, head_dim=128, value_dim=128)
+    small = prefill_limits("v4", keys=1024, columns=1024, head_dim=128, value_dim=128, scales=False)
     assert small["MXU"] == 2 * 64 * 8 * 16 / 4
     # Keys fill half of a unit of 256 x 256, values with the weights as stationary operand all of it.
-    large = prefill_limits("v6e", keys=1024, columns=1024, head_dim=128, value_dim=128)
+    large = prefill_limits("v6e", keys=1024, columns=1024, head_dim=128, value_dim=128, scales=False)
     assert large["MXU"] == (64 * 4 + 8 * 4 * 4) * 8 / 2
     assert large["EUP"] == 1024 == small["EUP"] / 2
-    # 5.5 operations for each of 1,024 registers of scores, exponentials among them, and 5 for each of 128 of outputs.
-    assert max(large, key=large.get) == "VALU" and large["VALU"] == (5.5 * 1024 + 5 * 128) / 4
+    # 4.5 operations for each of 1,024 registers of scores, exponentials among them, and 5 for each of 128 of outputs;
+    # 5.5 where the scores are scaled, which bound a v6e then.
+    scaled = prefill_limits("v6e", keys=1024, columns=1024, head_dim=128, value_dim=128, scales=True)
+    assert max(large, key=large.get) == "MXU" and large["VALU"] == (4.5 * 1024 + 5 * 128) / 4
+    assert max(scaled, key=scaled.get) == "VALU" and scaled["VALU"] == (5.5 * 1024 + 5 * 128) / 4
     assert max(small, key=small.get) == "MXU"

@@ -1,8 +1,8 @@
 """Limits of the prefill kernel by the units of a TPU: the bundles of a KV block that each unit needs at least.
 
 Counted are the instructions that the algorithm cannot do without, for scores f32[keys, columns]: matmuls with keys and
-with values, one exponential for each score, and for each register of 1,024 scores its scale, maximum, subtraction and
-sum, half a conversion to bfloat16, one load and one store; results of matmuls and powers that are taken out of queues;
+with values, one exponential for each score, and for each register of 1,024 scores its maximum, subtraction and sum, its
+scale unless queries hold it, half a conversion to bfloat16, one load and one store; results of matmuls and powers that are taken out of queues;
 one multiplication of the outputs by the factor, and additions to them. An exponential takes a slot of the vector ALU
 too, because it is issued there: the counts of schedules add up only with it. Not counted: masks, copies of
 registers, transposition of values, latencies, the loop around.
@@ -38,12 +38,15 @@ UNITS = {
 }
 
 
-def prefill_limits(generation: str, *, keys: int, columns: int, head_dim: int, value_dim: int) -> dict[str, float]:
+def prefill_limits(
+    generation: str, *, keys: int, columns: int, head_dim: int, value_dim: int, scales: bool
+) -> dict[str, float]:
     """Bundles that one group of heads needs for a KV block at least, by unit.
 
     Args:
         columns: pairs of query and head.
         head_dim, value_dim: numbers of a key and of a value, as stored: multiples of 128.
+        scales: whether scores are multiplied by their scale, which the queries do not hold.
     """
     units = UNITS[generation]
     size = units.mxu_size
@@ -53,7 +56,7 @@ def prefill_limits(generation: str, *, keys: int, columns: int, head_dim: int, v
     streamed = keys * -(-head_dim // size) + value_dim * passes
     return {
         "MXU": streamed / 16 * -(-columns // size) * units.mxu_cycles / units.mxus,
-        "VALU": (5.5 * scores + outputs * (passes + 1)) / units.valu,
+        "VALU": ((4.5 + scales) * scores + outputs * (passes + 1)) / units.valu,
         "EUP": scores * units.eup_cycles,
         "pops": (2 * scores + outputs * passes) / units.pops,
         "loads": (scores + outputs) / units.loads,

@@ -369,8 +369,8 @@ class Backend(ABC):
     def scale_in_queries(self, rules: ScoreRules) -> tuple[float, ScoreRules]:
         """A factor that queries are to hold when `attend` gets them, and the rules of their scores then.
 
-        Whoever rotates queries in float32 multiplies it in before they are rounded, so that it costs no bits; others
-        leave it out, and attend with the rules as they were.
+        A layer that rotates queries in float32 multiplies it in before they are rounded, so that it costs no bits; any
+        other layer leaves it out, and calls `attend` with the rules as they were.
         """
         return 1.0, rules
 
