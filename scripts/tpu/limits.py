@@ -2,10 +2,10 @@
 
 Counted are the instructions that the algorithm cannot do without, for scores f32[keys, columns]: matmuls with keys and
 with values, one exponential for each score, and for each register of 1,024 scores its maximum, subtraction and sum, its
-scale unless queries hold it, half a conversion to bfloat16, one load and one store; results of matmuls and powers that are taken out of queues;
-one multiplication of the outputs by the factor, and additions to them. An exponential takes a slot of the vector ALU
-too, because it is issued there: the counts of schedules add up only with it. Not counted: masks, copies of
-registers, transposition of values, latencies, the loop around.
+scale unless queries hold it, half a conversion to bfloat16, one load and one store; results of matmuls and powers that
+are taken out of queues; one multiplication of the outputs by the factor, and additions to them. An exponential takes a
+slot of the vector ALU too, because it is issued there: the counts of schedules add up only with it. Not counted: masks,
+copies of registers, transposition of values, latencies, the loop around.
 """
 
 from dataclasses import dataclass

@@ -52,8 +52,8 @@ SNAPSHOT = "snapshot"  # states of fixed size that prefix caching keeps
 STATE = "state"  # start of the names of the axes of what a recurrent layer remembers of one sequence
 SEQ_PAGE = "seq_page"  # the pages of one sequence, in logical order
 PAGE_OFFSET = "page_offset"  # token within a page
-BUCKET = "bucket"  # buckets of the table by which full pages are found
-WAY = "way"  # pages of one bucket
+BUCKET_ROW = "bucket_row"  # rows of several buckets, of the table by which full pages are found
+WAY = "way"  # pages of the buckets of a row
 KV_PAIR = "kv_pair"  # keys and values of all heads, interleaved k0, v0, k1, v1, ...
 
 # Sampling
@@ -63,7 +63,7 @@ MASK = "mask"  # sets of tokens that may follow
 WORD = "word"  # 32 tokens of one set
 BIAS = "bias"  # entries of a request's logit bias
 STOP = "stop"  # stop token sequences of a request
-STOP_TOKEN = "stop_token"  # tokens of one stop sequence, right-aligned
+STOP_TOKEN = "stop_token"  # tokens of all stop sequences of a request, each right-aligned
 SEED_WORD = "seed_word"  # the two 32-bit words of a 64-bit seed, high word first
 TOP = "top"  # the likeliest tokens of a position
 SCORE = "score"  # numbers of the score of one token

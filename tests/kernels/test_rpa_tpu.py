@@ -12,11 +12,11 @@ import pytest
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call
 from jax.experimental.pallas import tpu as pltpu
 
+from levanter_infer.kernels.rules import LOG2_E
 from levanter_infer.kernels.tpu import backend as tpu_backend
 from levanter_infer.kernels.tpu import kv_write
 from levanter_infer.kernels.tpu import prefill as tpu_prefill
 from levanter_infer.kernels.tpu.kv_write import write_kv
-from levanter_infer.kernels.tpu.pipeline import LOG2_E
 from levanter_infer.kernels.tpu.pool import TpuPool
 from levanter_infer.kernels.tpu.sizes import Sizes as KernelSizes
 from levanter_infer.kernels.tpu.sizes import Tile, align_queries

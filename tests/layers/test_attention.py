@@ -13,8 +13,8 @@ from levanter_infer.axes import EMBED, HEAD_SIZE, KV_HEADS, POSITION, Q_HEADS_PE
 from levanter_infer.cache.batch_info import PageBatchInfo
 from levanter_infer.cache.kv_pages import KvPages
 from levanter_infer.kernels.call import AttentionCall, PoolShape
+from levanter_infer.kernels.rules import LOG2_E
 from levanter_infer.kernels.tpu.backend import TpuBackend
-from levanter_infer.kernels.tpu.pipeline import LOG2_E
 from levanter_infer.layers.attention import Attention, AttentionBlock, AttentionInputs, AttentionSpec, attend_to_all
 from levanter_infer.layers.linear import Fusion, apply
 from levanter_infer.layers.norm import NormConfig, RMSNorm

@@ -39,8 +39,8 @@ class PrefixTable(eqx.Module):
     """Positive, or UNKNOWN. The other columns mean nothing where it is UNKNOWN."""
     hashes: UInt32[Array, " page"]
     """Hash of everything from the root to the page's last token."""
-    buckets: Int32[Array, "buckets buckets_ways"]
-    """`ShortRows` of each bucket's `WAYS`: pages by hash; none is `num_pages`. A page stays here until another one
+    buckets: Int32[Array, "bucket_row way"]
+    """`ShortRows` of the `WAYS` of each bucket: pages by hash; none is `num_pages`. A page stays here until another one
     replaces it, forgotten or not."""
     next_serial: Int32[Array, ""]
 
@@ -48,6 +48,7 @@ class PrefixTable(eqx.Module):
     def init(num_pages: int, page_size: int) -> "PrefixTable":
         """An empty table."""
         num_buckets = 1 << (4 * num_pages // WAYS).bit_length()  # on average, one or two of the ways are in use
+        num_buckets = max(num_buckets, ShortRows(1, WAYS).side_by_side)
         return PrefixTable(
             tokens=full((num_pages, page_size), 0),
             parents=full(num_pages, 0),
@@ -62,8 +63,9 @@ class PrefixTable(eqx.Module):
         return self.serials.shape[-1]
 
     @property
-    def _buckets(self) -> ShortRows:
-        return ShortRows(self.buckets.size // WAYS, WAYS)
+    def _ways(self) -> ShortRows:
+        rows, width = self.buckets.shape[-2:]
+        return ShortRows(rows * width // WAYS, WAYS)
 
     def ends(self, pages: Array, roots: Array) -> tuple[Array, Array]:
         """Serials i32[n] and hashes u32[n] of the prefixes that end with `pages` i32[n], or with `roots` i32[n] where a
@@ -175,7 +177,7 @@ class PrefixTable(eqx.Module):
 
     def _candidates(self, hashes: Array, tokens: Array) -> Array:
         """The page of each hash u32[n] whose tokens are `tokens` i32[n, page_size], i32[n]; none if there is none."""
-        entries = self._buckets.gather(self.buckets, self._bucket(hashes))
+        entries = self._ways.gather(self.buckets, self._bucket(hashes))
         matches = self.findable(entries) & (gather(self.hashes, entries) == hashes[:, None])
         page = jnp.min(jnp.where(matches, entries, self.num_pages), axis=1)
         equal = jnp.all(gather(self.tokens, page, 0) == tokens, axis=1)
@@ -183,8 +185,8 @@ class PrefixTable(eqx.Module):
 
     def _enter(self, pages: Array, hashes: Array, serials: Array) -> "PrefixTable":
         """Put pages into their buckets: in the way of a forgotten page or of none, or else in any way."""
-        buckets = jnp.where(pages < self.num_pages, self._bucket(hashes), self._buckets.num_rows)
-        entries = self._buckets.gather(self.buckets, buckets)
+        buckets = jnp.where(pages < self.num_pages, self._bucket(hashes), self._ways.num_rows)
+        entries = self._ways.gather(self.buckets, buckets)
         taken = self.findable(entries)
         taken &= self._bucket(gather(self.hashes, entries)) == buckets[:, None]
         index = jnp.arange(pages.shape[0], dtype=jnp.int32)
@@ -198,12 +200,12 @@ class PrefixTable(eqx.Module):
         free_rank = jnp.cumsum(~taken, axis=1) - 1
         fitting = ~taken & (free_rank == rank[:, None])
         way = jnp.where(jnp.any(fitting, axis=1), jnp.argmax(fitting, axis=1), serials & (WAYS - 1))
-        entered = self._buckets.scatter(self.buckets, buckets, way, pages)
+        entered = self._ways.scatter(self.buckets, buckets, way, pages)
         # Stored row by row, as it is between steps: within a loop XLA prefers columns on a TPU, and copies the table.
         return replace(self, buckets=with_layout_constraint(entered, Layout((0, 1))))
 
     def _bucket(self, hashes: Array) -> Array:
-        mask = jnp.uint32(self._buckets.num_rows - 1)
+        mask = jnp.uint32(self._ways.num_rows - 1)
         return (_mixed(hashes) & mask).astype(jnp.int32)
 
 

@@ -48,7 +48,7 @@ class OutputRing(eqx.Module):
         """Append the rows in the mask `emits`, bool[row]. Requires: as many entries as there are rows are free."""
         rank = jnp.cumsum(emits, dtype=jnp.int32)
         entries = jnp.arange(1, emits.shape[0] + 1, dtype=jnp.int32)
-        # The row of each new entry, and any behind them, so that all are written in one piece.
+        # The row of each new entry. Entries behind them repeat the last row, and are stale: so all are one piece.
         rows = jnp.searchsorted(rank, entries, side="left", method="compare_all").astype(jnp.int32)
 
         def put(name, values):

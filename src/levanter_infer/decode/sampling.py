@@ -162,20 +162,8 @@ def sample(
     changes = _Changes.of(column, history, used, vocab, modified, masks)
     greedy = (column["temperature"] < GREEDY_TEMPERATURE) | changes.forced
     num_rows = jnp.max(jnp.where(used, jnp.arange(1, used.shape[0] + 1, dtype=jnp.int32), 0))
-    asked = _Rows(column, history, changes, used, greedy)
-
-    def choose(rows: _Rows, z: Array, peak: Array, best: Array, num_rows: Array):
-        def draw_all():
-            positions = rows.history.positions
-            return _draw_tokens(z, peak, rows.column, positions, rows.greedy, vocab, kernels, num_rows, rows.used)
-
-        def draw_none():
-            return jnp.zeros_like(best), jnp.zeros_like(peak)
-
-        with jax.named_scope(scopes.DRAWN):  # kernels skip rows by themselves
-            draws = jnp.any(~rows.greedy & rows.used)
-            drawn, logprobs = draw_all() if by_rows else jax.lax.cond(draws, draw_all, draw_none)
-        return _possible(jnp.where(rows.greedy, best, drawn), peak), jnp.where(rows.greedy, 0, logprobs)
+    all_rows = _Rows(column, history, changes, used, greedy)
+    choose = functools.partial(_choose, vocab=vocab, kernels=kernels)
 
     def take_best():
         tokens = _possible(_best(logits, peak, stats, vocab), peak)
@@ -195,14 +183,14 @@ def sample(
         with jax.named_scope(scopes.CHANGED):
             return jax.lax.cond(
                 jnp.any(changes.rows & used),
-                lambda: process(asked, logits, num_rows),
-                lambda: choose(asked, logits, peak, _best(logits, peak, stats, vocab), num_rows),
+                lambda: process(all_rows, logits, num_rows),
+                lambda: choose(all_rows, logits, peak, _best(logits, peak, stats, vocab), num_rows),
             )
 
     # Rows that want nothing else, the commonest, are spared the copy of the logits that processing works on: greedy
     # ones, masked or not, and where a kernel draws, all whose logits stay as they are.
     if kernels is None or by_rows:
-        process = choose_changed_or_not if by_rows else lambda: process_and_choose(asked, logits, num_rows)
+        process = choose_changed_or_not if by_rows else lambda: process_and_choose(all_rows, logits, num_rows)
         with jax.named_scope(scopes.PROCESSED):
             copies = jnp.any((changes.rewritten | ~greedy) & used)
             chosen, processed = jax.lax.cond(copies, process, take_best)
@@ -333,8 +321,8 @@ class _Rows(NamedTuple):
 
     def part(self, first: Array, count: int) -> "_Rows":
         """The rows from `first` on."""
-        tokens = self.history.tokens
-        per_row = self._replace(history=self.history._replace(tokens=self.history.slot_ids))
+        tokens = self.history.tokens  # [slot, position], which is taken out to slice the others
+        per_row = self._replace(history=self.history._replace(tokens=None))
         part = jax.tree.map(lambda array: jax.lax.dynamic_slice_in_dim(array, first, count), per_row)
         return part._replace(history=part.history._replace(tokens=tokens))
 
@@ -342,7 +330,8 @@ class _Rows(NamedTuple):
 def _in_blocks(
     sample_rows: Callable[[_Rows, Array, Array], tuple[Array, Array]], rows: _Rows, logits: Array, num_rows: Array
 ) -> tuple[Array, Array]:
-    """`sample_rows(rows, logits, num_rows)`, tokens and log probabilities, for `_CHANGED_ROWS` rows at a time."""
+    """`sample_rows(rows, logits, num_rows)`, tokens and log probabilities, for `_CHANGED_ROWS` rows at a time: also for
+    those whose logits do not change, which have to be drawn as well."""
     total = rows.used.shape[0]
     size = min(_CHANGED_ROWS, total)
 
@@ -356,6 +345,36 @@ def _in_blocks(
 
     nothing = jnp.zeros(total, jnp.int32), jnp.zeros(total, jnp.float32)
     return jax.lax.fori_loop(0, -(-num_rows // size), block, nothing)
+
+
+def _choose(
+    rows: _Rows,
+    z: Array,
+    peak: Array,
+    best: Array,
+    num_rows: Array,
+    *,
+    vocab: Vocabulary,
+    kernels: SamplingKernels | RowKernels | None,
+) -> tuple[Array, Array]:
+    """Tokens i32[row], -1 for none, and their log probabilities f32[row]: drawn, or the `best` in greedy rows.
+
+    Args:
+        z: f32[row, vocab], the logits to draw from.
+        peak: f32[row], the largest of them; best: i32[row], the first token that has it.
+    """
+    draws, by_rows = jnp.any(~rows.greedy & rows.used), isinstance(kernels, RowKernels)
+
+    def draw_all():
+        positions = rows.history.positions
+        return _draw_tokens(z, peak, rows.column, positions, rows.greedy, vocab, kernels, num_rows, rows.used)
+
+    def draw_none():
+        return jnp.zeros_like(best), jnp.zeros_like(peak)
+
+    with jax.named_scope(scopes.DRAWN):  # kernels skip rows by themselves
+        drawn, logprobs = draw_all() if by_rows else jax.lax.cond(draws, draw_all, draw_none)
+    return _possible(jnp.where(rows.greedy, best, drawn), peak), jnp.where(rows.greedy, 0, logprobs)
 
 
 def _possible(tokens: Array, peak: Array) -> Array:

@@ -42,7 +42,7 @@ class SamplingTable(eqx.Module):
     bias_ids: Int32[Array, "seq bias"]
     """Distinct token ids; none is `vocab_size`."""
     bias_values: Float32[Array, "seq bias"]
-    stop_ids: Int32[Array, "seq stop_and_token"]
+    stop_ids: Int32[Array, "seq stop_token"]
     """Stop sequences, side by side, each aligned right; none is `vocab_size`. A TPU stores them in an eighth of the
     bytes of [seq, stop, stop_token]."""
     stop_lens: Int32[Array, "seq stop"]

@@ -1,5 +1,6 @@
 """The rules that all implementations of attention share: which keys a query sees, and the score of query and key."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -8,6 +9,9 @@ import jax.numpy as jnp
 from jax import Array
 
 from levanter_infer.kernels import int8
+
+LOG2_E = math.log2(math.e)
+"""Factor of scores for a softmax with powers of 2."""
 
 MASKED = -0.7 * float(jnp.finfo(jnp.float32).max)
 """Score of an unseen key. Finite, so that no infinities are subtracted."""
@@ -49,6 +53,13 @@ class ScoreRules:
         if self.score_mod is not None:
             scores = self.score_mod(scores, q_pos, kv_pos, head).astype(jnp.float32)
         return scores
+
+    def scores_in_log2(self, matmul: Array, q_pos: Array, kv_pos: Array, head: Array) -> Array:
+        """`scores` times log2 e; q · k as it is where queries hold the factor (`Backend.scale_in_queries`)."""
+        if not self.is_linear:
+            return self.scores(matmul, q_pos, kv_pos, head) * jnp.float32(LOG2_E)
+        factor = self.scale * LOG2_E
+        return matmul if factor == 1 else matmul * jnp.float32(factor)
 
     def seen(self, q_pos: Array, kv_pos: Array, head: Array) -> Array:
         """Mask of the keys a query sees (causality, window, chunk, `mask_mod`): bool, broadcastable to the scores."""

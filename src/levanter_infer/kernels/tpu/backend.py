@@ -18,11 +18,10 @@ from jax.experimental.pallas import tpu as pltpu
 from levanter_infer.kernels import scopes
 from levanter_infer.kernels.backend import Fuse, Platform, Task, Work
 from levanter_infer.kernels.call import AttentionCall, GroupedCall, KvWrite, PoolShape, Rotation, checked
-from levanter_infer.kernels.rules import ScoreRules
+from levanter_infer.kernels.rules import LOG2_E, ScoreRules
 from levanter_infer.kernels.tpu import grouped, rotate, sampling
 from levanter_infer.kernels.tpu.decode import decode_attention
 from levanter_infer.kernels.tpu.kv_write import write_kv
-from levanter_infer.kernels.tpu.pipeline import LOG2_E
 from levanter_infer.kernels.tpu.pool import LANES, TpuPool
 from levanter_infer.kernels.tpu.prefill import prefill_attention, row_of_token
 from levanter_infer.kernels.tpu.tiling import Tiles, TileShape, choose, cut_queries, generation, invariant_tile
@@ -159,9 +158,8 @@ def _rotated_and_packed(write: KvWrite) -> tuple[Array, Array]:
 def _rotated(x: Array, rotation: Rotation, factor: float = 1.0) -> Array:
     """Heads [T, heads, D] rotated in float32, times a factor, in the dtype of `x`."""
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    cos, sin = rotation.cos[:, None], rotation.sin[:, None]
-    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-    return (rotated * jnp.float32(factor)).astype(x.dtype)
+    cos, sin = (side[:, None] * jnp.float32(factor) for side in (rotation.cos, rotation.sin))
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
 
 
 def _layout(shape: PoolShape) -> TpuPool:

@@ -17,7 +17,7 @@ from jax import Array
 
 from levanter_infer.kernels.call import AttentionCall
 from levanter_infer.kernels.rules import MASKED, NOTHING_SEEN
-from levanter_infer.kernels.tpu.pipeline import LOG2_E, Inputs, Pipeline, in_log2, mask_unmapped, run_kernel
+from levanter_infer.kernels.tpu.pipeline import Inputs, Pipeline, mask_unmapped, run_kernel
 from levanter_infer.kernels.tpu.pool import LANES, TpuPool, apart, pairs, side_by_side
 from levanter_infer.kernels.tpu.scales import KEYS, VALUES, key_order, load_numbers, load_scales, scales_of_rows
 from levanter_infer.kernels.tpu.sizes import SUBLANES, Scratch, Sizes, Tile
@@ -160,11 +160,8 @@ def _compute(call: AttentionCall, pipeline: Pipeline, item, q_slot, subblock, pr
         head, kv_pos = head_of(group, q_row), first_kv_pos + stretch * width if stretch else first_kv_pos
         if scales[stretch] is not None:
             matmul = matmul * scales_of_rows(pipeline, scales[stretch], group, KEYS, head)
-        if rules.is_linear:
-            scores = in_log2(matmul, rules)
-        else:
-            own = {} if inputs.slopes is None else dict(alibi_slopes=_Slopes(inputs.slopes, group))
-            scores = dataclasses.replace(rules, **own).scores(matmul, q_pos, kv_pos, head) * f32(LOG2_E)
+        own = {} if inputs.slopes is None else dict(alibi_slopes=_Slopes(inputs.slopes, group))
+        scores = dataclasses.replace(rules, **own).scores_in_log2(matmul, q_pos, kv_pos, head)
         if mapped is None:
             return scores
         return jnp.where(rules.seen(q_pos, kv_pos, head) & mapped, scores, f32(MASKED))

@@ -22,7 +22,6 @@ is the one that item i - 1 used. Before the first turn the copies of items 0 and
 """
 
 import functools
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -33,13 +32,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from levanter_infer.kernels.call import AttentionCall
-from levanter_infer.kernels.rules import ScoreRules
+from levanter_infer.kernels.rules import LOG2_E
 from levanter_infer.kernels.tpu.pool import LANES
 from levanter_infer.kernels.tpu.sizes import OUT_SLOTS, Scratch, Sizes, align_queries
 from levanter_infer.kernels.tpu.work_items import Cursor, Item, Rows, Scalar
-
-LOG2_E = math.log2(math.e)
-"""Factor of scores, whose softmax is computed with powers of 2."""
 
 
 class Inputs(NamedTuple):
@@ -496,6 +492,7 @@ class Pipeline:
             return item + 1, cursor, is_unmasked(item + 1, cursor)
 
         def prepared_turn(carry):
+            # The next item is of the same query block, whose queries have come: the last one of a block has masks.
             item, cursor, _ = carry
             # The next item's fields and copies are computed among the vectors, without a branch between them, so that
             # the compiler packs both into the same bundles; what seldom happens, and takes a branch, comes behind.
@@ -674,12 +671,6 @@ def zero_masked_values(pipeline: Pipeline, item: Array) -> None:
         jax.lax.fori_loop(
             pipeline.items[index, Item.FIRST_PAGE], pipeline.items[index, Item.END_PAGE], zero_unmapped, 0
         )
-
-
-def in_log2(matmul: Array, rules: ScoreRules) -> Array:
-    """Scores in units of log2 from q · k, of rules that are linear; as they are where queries hold the factor."""
-    factor = rules.scale * LOG2_E
-    return matmul if factor == 1 else matmul * jnp.float32(factor)
 
 
 def mask_unmapped(pipeline: Pipeline, item: Array, kv_pos: Array) -> Array:

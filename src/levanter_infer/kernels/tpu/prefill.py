@@ -26,7 +26,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from levanter_infer.kernels.call import AttentionCall
 from levanter_infer.kernels.rules import MASKED, NOTHING_SEEN
-from levanter_infer.kernels.tpu.pipeline import LOG2_E, Inputs, Pipeline, in_log2, mapped_keys, run_kernel
+from levanter_infer.kernels.tpu.pipeline import Inputs, Pipeline, mapped_keys, run_kernel
 from levanter_infer.kernels.tpu.pool import LANES, TpuPool, pairs, side_by_side
 from levanter_infer.kernels.tpu.scales import KEYS, VALUES, scales_of_keys
 from levanter_infer.kernels.tpu.sizes import SUBLANES, Scratch, Sizes, Tile, align_queries
@@ -361,12 +361,9 @@ class _Block:
         if sizes.pool.scaled:
             matmul = matmul * self._scales(stripe, keys, KEYS, head)
         kv_pos = _widen(self._positions(keys), stripe.count)
-        if rules.is_linear:
-            scores = in_log2(matmul, rules)
-        else:
-            slopes = self.pipeline.inputs.slopes
-            own = {} if slopes is None else dict(alibi_slopes=_Slopes(slopes, stripe.group, stripe.columns))
-            scores = dataclasses.replace(rules, **own).scores(matmul, q_pos, kv_pos, head) * f32(LOG2_E)
+        slopes = self.pipeline.inputs.slopes
+        own = {} if slopes is None else dict(alibi_slopes=_Slopes(slopes, stripe.group, stripe.columns))
+        scores = dataclasses.replace(rules, **own).scores_in_log2(matmul, q_pos, kv_pos, head)
         if visible is None:
             return scores
         # Causality hides what is beyond: one comparison for both.

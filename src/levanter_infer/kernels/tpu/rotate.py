@@ -78,14 +78,14 @@ def _rotate(q_ref, k_ref, v_ref, cos_ref, sin_ref, rotated_ref, packed_ref, wide
     def head(ref, number: int) -> Array:
         return ref[:, number * LANES : (number + 1) * LANES].astype(jnp.float32)
 
-    def rotated(x: Array) -> Array:
+    def rotated(x: Array, cos: Array, sin: Array) -> Array:
         return x * cos + pltpu.roll(x, LANES // 2, 1) * sin
 
+    of_queries = cos * jnp.float32(query_factor), sin * jnp.float32(query_factor)
     for number in range(q_heads):
-        query = rotated(head(q_ref, number)) * jnp.float32(query_factor)
-        wide_ref[pl.ds(number, tokens, stride=q_heads), :] = query
+        wide_ref[pl.ds(number, tokens, stride=q_heads), :] = rotated(head(q_ref, number), *of_queries)
     rotated_ref[...] = wide_ref[...].reshape(rotated_ref.shape).astype(rotated_ref.dtype)
     for number in range(kv_heads):
-        key = rotated(head(k_ref, number)).astype(k_ref.dtype).astype(jnp.float32)
+        key = rotated(head(k_ref, number), cos, sin).astype(k_ref.dtype).astype(jnp.float32)
         packed_ref[pl.ds(2 * number, tokens, stride=2 * kv_heads), :] = key
         packed_ref[pl.ds(2 * number + 1, tokens, stride=2 * kv_heads), :] = head(v_ref, number)
