@@ -89,6 +89,7 @@ def test_nothing_is_faster_than_its_bound(dtype, capsys):
 
 
 @built
+@pytest.mark.slow
 def test_a_step_is_divided_into_its_parts(capsys):
     assert main(["step", "--shape", "tiny", "--batch", "2", "--prompt", "8", "--output", "16", "--repeats", "2"]) == 0
     line, limits = [json.loads(line) for line in capsys.readouterr().out.splitlines()]

@@ -27,7 +27,8 @@ built = pytest.mark.skipif(not cpu.available(), reason="the C++ kernels were not
 
 
 @built
-@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
+@pytest.mark.slow  # in CI with experts, below
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_bits_are_those_of_the_request_alone(dtype):
     """In a batch, in another order, in chunks, on pages of another size, preempted, offloaded, cached and cold."""
     cases = all_kinds(40, seed=5)

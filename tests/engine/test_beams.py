@@ -129,6 +129,7 @@ def in_mid_search(engine):
     return groups
 
 
+@pytest.mark.slow
 def test_a_search_with_more_beams_than_any_before_is_served(model):
     small = engine_of(model)
     for name in ("plain", "wide", "plain"):
