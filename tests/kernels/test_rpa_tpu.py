@@ -65,23 +65,25 @@ def test_a_small_mixed_batch_equals_dense():
     check(batch, tiles=small_tiles(sizes, tokens=256), scale=1 / LOG2_E)
 
 
-@pytest.mark.slow
-def test_values_that_are_added_late_give_the_same_bits(monkeypatch):
-    """As on v5e and v5p; chunks of 256 keys out of KV blocks of 512."""
-    sizes = Sizes(4, 2, 64, 128, tokens=8, rows=1, max_pages=6)
-    batch = make_ragged(sizes, [(8, 620)])
-    at_once = run(batch, tiles=small_tiles(sizes, tokens=512))
-    monkeypatch.setattr(tpu_prefill, "adds_late", lambda: True)
-    np.testing.assert_array_equal(run(batch, tiles=small_tiles(sizes, tokens=512)), at_once)
-
-
-def test_queries_that_are_transposed_in_each_matmul_give_the_same_bits(monkeypatch):
-    """As on v4, with query blocks before and behind the end of a KV block."""
-    sizes = Sizes(4, 2, 64, 32, tokens=16, rows=1, max_pages=6)
-    batch = make_ragged(sizes, [(16, 150)])
-    once = run(batch, tiles=small_tiles(sizes, tokens=128))
-    monkeypatch.setattr(tpu_prefill, "transposes_queries", lambda: False)
-    np.testing.assert_array_equal(run(batch, tiles=small_tiles(sizes, tokens=128)), once)
+@pytest.mark.parametrize(
+    "choice, value, sizes, row, tokens",
+    [
+        # As on v5e and v5p; chunks of 256 keys out of KV blocks of 512.
+        pytest.param(
+            "adds_late", True, Sizes(4, 2, 64, 128, tokens=8, rows=1, max_pages=6), (8, 620), 512,
+            marks=pytest.mark.slow,
+        ),
+        # As on v4, with query blocks before and behind the end of a KV block.
+        ("transposes_queries", False, Sizes(4, 2, 64, 32, tokens=16, rows=1, max_pages=6), (16, 150), 128),
+    ],
+    ids=["adds-late", "transposes-in-each-matmul"],
+)  # fmt: skip
+def test_schedules_of_other_generations_give_the_same_bits(choice, value, sizes, row, tokens, monkeypatch):
+    batch, tiles = make_ragged(sizes, [row]), small_tiles(sizes, tokens=tokens)
+    own = run(batch, tiles=tiles)
+    assert getattr(tpu_prefill, choice)() != value
+    monkeypatch.setattr(tpu_prefill, choice, lambda: value)
+    np.testing.assert_array_equal(run(batch, tiles=tiles), own)
 
 
 @pytest.mark.slow

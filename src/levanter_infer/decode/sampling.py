@@ -17,7 +17,6 @@ no row asks for is skipped.
 """
 
 import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -33,7 +32,7 @@ from levanter_infer.decode.sampling_table import SamplingTable as SamplingTable
 from levanter_infer.decode.sampling_table import stop_match as stop_match
 from levanter_infer.kernels import scopes
 from levanter_infer.kernels.backend import MIN_EXPONENT, Backend, DrawKey, DrawRules, RowKernels, SamplingKernels
-from levanter_infer.kernels.loops import run_if
+from levanter_infer.kernels.loops import in_blocks, run_if
 from levanter_infer.layers.shard_axis import Vocabulary
 
 GREEDY_TEMPERATURE = 1e-5
@@ -178,12 +177,21 @@ def sample(
             z_peak = jnp.where(found.total > 0, found.peak, jnp.nan)
         return choose(rows, z, z_peak, _best(z, z_peak, found, vocab), num_rows)
 
+    def process_block(numbers: Array):
+        first, count = numbers[0], numbers.shape[0]
+        part = jax.lax.dynamic_slice_in_dim(logits, first, count)
+        return process_and_choose(all_rows.part(first, count), part, jnp.clip(num_rows - first, 0, count))
+
     def choose_changed_or_not():
-        process = process_and_choose if by_rows else functools.partial(_in_blocks, process_and_choose)
+        def process():
+            if by_rows:
+                return process_and_choose(all_rows, logits, num_rows)
+            return tuple(in_blocks(process_block, num_rows, used.shape[0], _CHANGED_ROWS))
+
         with jax.named_scope(scopes.CHANGED):
             return jax.lax.cond(
                 jnp.any(changes.rows & used),
-                lambda: process(all_rows, logits, num_rows),
+                process,
                 lambda: choose(all_rows, logits, peak, _best(logits, peak, stats, vocab), num_rows),
             )
 
@@ -325,26 +333,6 @@ class _Rows(NamedTuple):
         per_row = self._replace(history=self.history._replace(tokens=None))
         part = jax.tree.map(lambda array: jax.lax.dynamic_slice_in_dim(array, first, count), per_row)
         return part._replace(history=part.history._replace(tokens=tokens))
-
-
-def _in_blocks(
-    sample_rows: Callable[[_Rows, Array, Array], tuple[Array, Array]], rows: _Rows, logits: Array, num_rows: Array
-) -> tuple[Array, Array]:
-    """`sample_rows(rows, logits, num_rows)`, tokens and log probabilities, for `_CHANGED_ROWS` rows at a time: also for
-    those whose logits do not change, which have to be drawn as well."""
-    total = rows.used.shape[0]
-    size = min(_CHANGED_ROWS, total)
-
-    def block(index: Array, results: tuple[Array, Array]) -> tuple[Array, Array]:
-        first = jnp.minimum(index * size, total - size)  # the last block may sample rows of another again
-        own = jax.lax.dynamic_slice_in_dim(logits, first, size)
-        found = sample_rows(rows.part(first, size), own, jnp.clip(num_rows - first, 0, size))
-        pairs = zip(results, found, strict=True)
-        tokens, logprobs = (jax.lax.dynamic_update_slice_in_dim(into, part, first, 0) for into, part in pairs)
-        return tokens, logprobs
-
-    nothing = jnp.zeros(total, jnp.int32), jnp.zeros(total, jnp.float32)
-    return jax.lax.fori_loop(0, -(-num_rows // size), block, nothing)
 
 
 def _choose(

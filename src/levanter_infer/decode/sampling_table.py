@@ -122,8 +122,8 @@ def stop_match(stop_ids: Array, stop_lens: Array, window: Array, enough: Array) 
 
     Args:
         stop_ids, stop_lens: as of `SamplingTable`, of each row.
-        window: i32[row, stop_token], the last generated tokens, the newest last; where fewer have been generated, an
-            id that is in no stop sequence (the vocabulary size).
+        window: i32[row, width], as wide as a stop sequence can be: the last generated tokens, the newest last; where
+            fewer have been generated, an id that is in no stop sequence (the vocabulary size).
         enough: bool[row], whether `min_tokens` tokens have been generated.
     Returns:
         bool[row]

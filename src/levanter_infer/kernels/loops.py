@@ -25,17 +25,19 @@ def run_if(condition: Array, function: Callable[[Value], Value], value: Value) -
 
 
 _PAIRED = 64
-"""Rows that `in_blocks` computes at once."""
+"""Rows that `in_blocks` compares at once with all others."""
 
 
-def in_blocks(compute: Callable[[Array], list[Array]], num_rows: Array, total: int) -> list[Array]:
-    """`compute(rows)` for the first `num_rows` i32[] of `total` rows, some at a time; zeros for others.
+def in_blocks(
+    compute: Callable[[Array], Sequence[Array]], num_rows: Array, total: int, most: int = _PAIRED
+) -> list[Array]:
+    """`compute(rows)` for the first `num_rows` i32[] of `total` rows, `most` at a time; zeros for others.
 
-    For comparisons of all pairs, where there may be many rows and few are in use.
+    For comparisons of all pairs, where there may be many rows and few are in use, and for copies of much of each row.
 
-    Args: compute: of the numbers of rows, i32[n], gives arrays [n, …].
+    Args: compute: of the numbers of consecutive rows, i32[n], gives arrays [n, …].
     """
-    size = min(_PAIRED, total)
+    size = min(most, total)
     types = jax.eval_shape(compute, jax.ShapeDtypeStruct((size,), jnp.int32))
 
     def block(carry):
