@@ -34,6 +34,8 @@ from levanter_infer.engine.config import EngineConfig  # noqa: E402
 from levanter_infer.engine.engine import InferenceEngine  # noqa: E402
 
 SHAPES = {"8B": dict(hidden=4096, layers=32, heads=32, kv_heads=8, mlp=14336, vocab=128256), **workload.SHAPES}
+Counts = collections.Counter[str]
+
 MIN_DECODE, MIN_PREFILL = 0.85, 0.6
 """Targets, as shares of the copy's bandwidth and of the matmuls' rate."""
 
@@ -43,7 +45,9 @@ def main() -> int:
     parser.add_argument("--shape", default="8B", choices=SHAPES)
     parser.add_argument("--batch", default="1,8,32,64", type=workload.numbers)
     parser.add_argument("--prompt", default=512, type=int, help="tokens of a prompt of the decode steps")
-    parser.add_argument("--prefill", default=2048, type=int, help="tokens of each prompt whose prefill is measured")
+    parser.add_argument(
+        "--prefill", default=2048, type=int, help="tokens of each prompt whose prefill is measured; 0: none"
+    )
     parser.add_argument("--output", default=128, type=int)
     parser.add_argument("--repeats", default=3, type=int)
     parser.add_argument("--backend", default="auto", help="engine.attention and engine.matmul")
@@ -51,6 +55,7 @@ def main() -> int:
     parser.add_argument("--matmul", default=8192, type=int, help="side of the matrices of the matmul that is measured")
     parser.add_argument("--vllm", help="Python of an environment with vLLM")
     parser.add_argument("--trace", help="folder for a profile")
+    parser.add_argument("--kernels", default=24, type=int, help="how many kernels of a profile are named")
     args = parser.parse_args()
     sizes, about = SHAPES[args.shape], provenance()
 
@@ -64,7 +69,7 @@ def main() -> int:
         engine = engine_for(model, args, batch, args.prompt)
         prompts = workload.random_prompts(sizes["vocab"], [args.prompt] * batch, seed=batch)
         step = decode_step(functools.partial(timed_call, engine, prompts, "greedy"), args)
-        needed = step_bytes(sizes, batch, args.prompt + args.output / 2)
+        needed = step_bytes(sizes, batch, args.prompt + args.output * 5 / 8)
         share = needed / step / copy
         emit(
             check="decode", batch=batch, step_ms=round(step * 1e3, 3), of_copy=round(share, 3), good=share >= MIN_DECODE
@@ -72,15 +77,19 @@ def main() -> int:
         if args.trace is not None:
             emit(check="launches", batch=batch, **launches(engine, prompts, args, Path(args.trace) / str(batch)))
         del engine
-    prompts = workload.random_prompts(sizes["vocab"], [args.prefill] * 4, seed=0)
-    timed = functools.partial(timed_call, engine_for(model, args, len(prompts), args.prefill), prompts, "greedy")
-    timed(1)
-    seconds = min(timed(1)[0] for _ in range(args.repeats))
-    share = prefill_flops(sizes, len(prompts), args.prefill) / seconds / peak
-    emit(
-        check="prefill", prompts=len(prompts), tokens=args.prefill, of_matmul=round(share, 3), good=share >= MIN_PREFILL
-    )
-    del model, timed
+    if args.prefill:
+        prompts = workload.random_prompts(sizes["vocab"], [args.prefill] * 4, seed=0)
+        engine = engine_for(model, args, len(prompts), args.prefill)
+        timed_call(engine, prompts, "greedy", 1)
+        seconds = min(timed_call(engine, prompts, "greedy", 1)[0] for _ in range(args.repeats))
+        share = prefill_flops(sizes, len(prompts), args.prefill) / seconds / peak
+        about_it = dict(prompts=len(prompts), tokens=args.prefill, ms=round(seconds * 1e3, 2))
+        emit(check="prefill", **about_it, of_matmul=round(share, 3), good=share >= MIN_PREFILL)
+        if args.trace is not None:
+            counted = profiled(engine, prompts, 1, Path(args.trace) / "prefill")
+            emit(check="prefill launches", **summary(*counted, 1, args.kernels))
+        del engine
+    del model
     for batch in args.batch if args.vllm else ():
         with vllm_side(args, sizes, batch) as timed:
             prompts = workload.random_prompts(sizes["vocab"], [args.prompt] * batch, seed=batch)
@@ -100,17 +109,23 @@ def best(function: Callable, *arguments, repeats: int = 5) -> float:
     return min(times)
 
 
+TIMES = 10
+"""Copies or matmuls in one timed call, beside which its launch is nothing."""
+
+
 def copy_rate(num_bytes: int) -> float:
     """Bytes per second, read and written, of a copy of an array."""
     array = jnp.zeros(num_bytes // 4, jnp.uint32)
-    return 2 * array.nbytes / best(jax.jit(lambda array: array + 1), array)
+    copies = jax.jit(lambda array: jax.lax.fori_loop(0, TIMES, lambda _, array: array + 1, array))
+    return 2 * TIMES * array.nbytes / best(copies, array)
 
 
 def matmul_rate(side: int) -> float:
     """Operations per second of a bfloat16 matmul."""
     key = jax.random.key(0)
     a, b = (jax.random.normal(part, (side, side), jnp.bfloat16) for part in jax.random.split(key))
-    return 2 * side**3 / best(jax.jit(lambda a, b: a @ b), a, b)
+    matmuls = jax.jit(lambda a, b: jax.lax.fori_loop(0, TIMES, lambda _, a: a @ b * 0.01, a))
+    return 2 * TIMES * side**3 / best(matmuls, a, b)
 
 
 def engine_for(model, args, batch: int, prompt: int) -> InferenceEngine:
@@ -122,10 +137,12 @@ def engine_for(model, args, batch: int, prompt: int) -> InferenceEngine:
 
 
 def decode_step(timed: Callable, args) -> float:
-    """Seconds of one decode step: what more tokens take, divided by their number."""
+    """Seconds of one decode step: what more tokens take, divided by their number. The shorter call has decoded a
+    quarter of the tokens, so that both have computed all prompts beside the same decode tokens."""
+    few = args.output // 4
     timed(1 + args.output)  # compiles
-    more = [timed(1 + args.output)[0] - timed(1)[0] for _ in range(args.repeats)]
-    return min(more) / args.output
+    more = [timed(1 + args.output)[0] - timed(1 + few)[0] for _ in range(args.repeats)]
+    return min(more) / (args.output - few)
 
 
 def parameters(sizes: dict[str, int]) -> int:
@@ -152,33 +169,45 @@ def _head_size(sizes: dict[str, int]) -> int:
 
 
 def launches(engine: InferenceEngine, prompts: list[list[int]], args, folder: Path) -> dict[str, object]:
-    """Kernels of a decode step, from a profile of calls of two lengths.
+    """Kernels of a decode step and their microseconds, from a profile of calls of two lengths.
 
     XLA runs no graphs while it is profiled, so that each of their kernels is seen.
     """
-    counted = []
-    for count in (1, 1 + args.output):
-        own = folder / str(count)
-        with jax.profiler.trace(str(own)):
-            timed_call(engine, prompts, "greedy", count)
-        counted.append(device_events(own))
-    more = counted[1] - counted[0]
-    per_step = {name: round(number / args.output, 2) for name, number in more.most_common(12)}
-    return {"per_step": round(more.total() / args.output, 1), "most": per_step}
+    few = args.output // 4
+    counted = [profiled(engine, prompts, count, folder / str(count)) for count in (1 + few, 1 + args.output)]
+    numbers, micros = (more - less for less, more in zip(*counted, strict=True))
+    return summary(numbers, micros, args.output - few, args.kernels)
 
 
-def device_events(folder: Path) -> collections.Counter[str]:
-    """Number of events on the streams of devices, by name, in a profile; all events where there is no device."""
-    (path,) = folder.rglob("*.trace.json.gz")
+def profiled(engine: InferenceEngine, prompts: list[list[int]], count: int, folder: Path) -> tuple[Counts, Counts]:
+    """`device_events` of a call."""
+    with jax.profiler.trace(str(folder)):
+        timed_call(engine, prompts, "greedy", count)
+    return device_events(folder)
+
+
+def summary(numbers: Counts, micros: Counts, steps: int, most: int) -> dict[str, object]:
+    """Launches and microseconds of a step, and those of the kernels that take most time."""
+    named = {name: [round(numbers[name] / steps, 2), round(time / steps, 2)] for name, time in micros.most_common(most)}
+    return {"per_step": round(numbers.total() / steps, 1), "us": round(micros.total() / steps, 1), "most": named}
+
+
+def device_events(folder: Path) -> tuple[Counts, Counts]:
+    """Number and microseconds of events on the streams of devices, by name, in a profile; all events where there is no
+    device."""
+    path = max(folder.rglob("*.trace.json.gz"), key=lambda path: path.stat().st_mtime)
     with gzip.open(path, "rt") as file:
         events = json.load(file)["traceEvents"]
     processes = {e["pid"]: e["args"]["name"] for e in events if e.get("name") == "process_name"}
     threads = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e.get("name") == "thread_name"}
     devices = {pid for pid, name in processes.items() if "/device:" in name} or set(processes)
     is_stream = {key for key, name in threads.items() if "Stream" in name} or set(threads)
-    return collections.Counter(
-        e["name"] for e in events if e.get("ph") == "X" and e["pid"] in devices and (e["pid"], e["tid"]) in is_stream
-    )
+    numbers, micros = collections.Counter(), collections.Counter()
+    for e in events:
+        if e.get("ph") == "X" and e["pid"] in devices and (e["pid"], e["tid"]) in is_stream:
+            numbers[e["name"]] += 1
+            micros[e["name"]] += e["dur"]
+    return numbers, micros
 
 
 @contextlib.contextmanager

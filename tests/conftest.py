@@ -15,9 +15,9 @@ import jaxlib
 import pytest
 
 # XLA reads its flags once, when it makes the first device. This one takes its older generator of loops, which compiles
-# in half the time and is the engine's on a CPU; an XLA that does not know a flag ends the process (jaxlib 0.12).
+# in half the time and is the engine's on a CPU; an XLA that does not know a flag ends the process (jaxlib 0.11.2).
 OLDER_LOOPS = "--xla_cpu_use_fusion_emitters=false"
-if jaxlib.version.__version_info__ < (0, 12) and OLDER_LOOPS not in os.environ.get("XLA_FLAGS", ""):
+if jaxlib.version.__version_info__ < (0, 11) and OLDER_LOOPS not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {OLDER_LOOPS}".strip()
 FEW_OPTIMIZATIONS = jax.default_backend() == "cpu"
 

@@ -262,7 +262,7 @@ def test_reference_returns_the_weights():
     assert weights.shape == (48, 8, 160)
     np.testing.assert_allclose(weights.sum(-1)[:3], 1, atol=1e-6)
     assert (np.asarray(weights[:, 0] > 0).sum(-1)[:4] == [9, 4, 5, 0]).all()
-    np.testing.assert_allclose(weights[0, :, :9] @ batch.values[0][:, 0], out[0], atol=1e-5)
+    np.testing.assert_allclose(np.asarray(weights[0, :, :9]) @ batch.values[0][:, 0], out[0], atol=1e-5)
 
 
 @pytest.mark.parametrize("impl", CALLS_MODS)

@@ -40,6 +40,12 @@ def check(batch, out, **rules):
     np.testing.assert_allclose(out, dense_attention(batch, scale=0.3, **rules), atol=1e-5, rtol=1e-5)
 
 
+@pytest.fixture(autouse=True)
+def two_lanes(monkeypatch):
+    """Steps of few tokens have two lanes too, as large ones; the oracle tests have one."""
+    monkeypatch.setattr(rpa_gpu, "ONE_LANE_TOKENS", 0)
+
+
 @pytest.fixture
 def many_splits(monkeypatch):
     """Histories in parts of at least 32 keys, heads in tiles of 16."""
@@ -197,7 +203,7 @@ def test_every_option_is_lowered_for_a_gpu(sizes, options):
     traced = jax.jit(lambda arrays: attend(**arrays, **static)).trace(arrays)
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
     is_apart = options.get("rows_apart", False)
-    least = rpa_gpu.MIN_FIXED_SPLIT_TOKENS if is_apart else rpa_gpu.MIN_SPLIT_TOKENS
+    least = rpa_gpu.MIN_FIXED_SPLIT_TOKENS if is_apart else rpa_gpu.least_split(sizes.rows * sizes.kv_heads)
     splits = sizes.max_pages * sizes.page_size > least
     # One kernel for prompt chunks if the batch can hold any, one for decode tokens, one to combine their splits; with
     # `rows_apart` one takes both.
@@ -211,6 +217,22 @@ def test_every_head_size_compiles_for_an_h200_and_for_the_least_shared_memory():
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
     assert json.loads(done.stdout.splitlines()[-1]) == {"compiled": 42, "failures": {}}
+
+
+def test_a_step_of_few_tokens_has_one_lane_with_the_bits_of_decode_tokens(monkeypatch):
+    batch = make_ragged(SIZES, MIXED)
+    two = run(batch)
+    monkeypatch.setattr(rpa_gpu, "ONE_LANE_TOKENS", 64)
+    one = run(batch, retrace=True)
+    check(batch, one)
+    decodes = [
+        first
+        for first, (q_len, _) in zip(np.cumsum([0] + [q for q, _ in MIXED[:-1]]), MIXED, strict=True)
+        if q_len == 1
+    ]
+    np.testing.assert_array_equal(bits(one)[decodes], bits(two)[decodes])
+    jaxpr = jax.make_jaxpr(functools.partial(attend, scale=0.2, impl="gpu"))(**batch.arrays)
+    assert [eqn.primitive.name for eqn in jaxpr.eqns].count("pallas_call") == 2
 
 
 def test_nothing_is_made_of_the_pool():

@@ -85,7 +85,7 @@ class BackendChoice:
             matmul=_resolve(config.matmul, matmul),
             attention=_resolve(config.attention, attention),
         )
-        chosen = chosen._configured(config, matmul.dtype, attention.dtype)
+        chosen = chosen._configured(config, matmul.dtype, attention.dtype, device)
         if layout.mesh.size > 1 and config.preempt == PreemptionPolicy.OFFLOAD:
             raise ValueError(
                 f'engine.preempt="offload" moves pages of one device, and the mesh has {layout.mesh.size}; '
@@ -139,9 +139,11 @@ class BackendChoice:
             )
         return self._with_options(uses_vectors=False)
 
-    def _configured(self, config: EngineConfig, weights, pages) -> "BackendChoice":
+    def _configured(self, config: EngineConfig, weights, pages, device) -> "BackendChoice":
         """The same with the options of its backends: instruction set and tiles. Args: the dtypes of weights, pages."""
         options: dict = {"rows_apart": config.numerics == Numerics.BATCH_INVARIANT}
+        if "compute_capability" in self.matmul_backend.options | self.attention_backend.options:
+            options["compute_capability"] = getattr(device, "compute_capability", None)
         if "tiles" in self.attention_backend.options:
             options["tiles"] = config.tiles
         elif config.tiles is not None:

@@ -95,7 +95,8 @@ def generate(
             f'engine.numerics="batch_invariant" of {model.config.model_type} depends on how XLA compiles, and '
             "generate leaves that to the caller's jit; use InferenceEngine, or default"
         )
-    shapes = backend.adapt(_shapes(config, model, params, prompts.shape, len(eos_token_ids)))
+    step_tokens = backend.platform.step_tokens
+    shapes = backend.adapt(_shapes(config, model, params, prompts.shape, len(eos_token_ids), step_tokens))
     validate_sampling(params, RequestLimits.of(shapes, config))
     batch, n = prompts.shape[0], params.n
     table = _sampling_table(params, batch, shapes, eos_token_ids, seeds)
@@ -208,7 +209,9 @@ def _refuse_what_needs_a_host(params: SamplingParams, config: EngineConfig) -> N
         raise ValueError('engine.preempt="offload" needs a host; use "recompute", or InferenceEngine')
 
 
-def _shapes(config: EngineConfig, model, params: SamplingParams, shape: tuple[int, ...], num_eos: int) -> Shapes:
+def _shapes(
+    config: EngineConfig, model, params: SamplingParams, shape: tuple[int, ...], num_eos: int, step_tokens: int
+) -> Shapes:
     """Sizes for exactly this call: a slot for every sequence, and a ring for all that they can generate."""
     batch, length = shape
     slots = batch * params.n
@@ -232,10 +235,9 @@ def _shapes(config: EngineConfig, model, params: SamplingParams, shape: tuple[in
         max_seq_len=needed,
         page_size=page_size,
         max_pages=max_pages,
-        max_step_tokens=config.max_step_tokens or max(256, 4 * max_seqs),
     )
     return dataclasses.replace(
-        resolve_shapes(sized, model, num_eos),
+        resolve_shapes(sized, model, num_eos, step_tokens=step_tokens),
         num_slots=slots,
         max_round_steps=-(-slots * params.max_tokens // max_seqs) + 1,
     )

@@ -533,7 +533,10 @@ def shapes_for(
     Raises: ValueError as `resolve_shapes`.
     """
     unread = 0 if is_loaded else backend.device_bytes(backend.prepared_types(types))
-    shapes = backend.adapt(resolve_shapes(config, types, num_eos, unread, backend.page_bytes, device_bytes))
+    shapes = resolve_shapes(
+        config, types, num_eos, unread, backend.page_bytes, device_bytes, backend.platform.step_tokens
+    )
+    shapes = backend.adapt(shapes)
     if scoring:
         shapes = dataclasses.replace(shapes, scoring=score_shapes(config, types))
     if routing:

@@ -102,6 +102,7 @@ def resolve_shapes(
     unread_bytes: int = 0,
     page_bytes_of: Callable[[DecoderConfig, int, jnp.dtype], dict[int | None, int]] = page_bytes,
     device_bytes: int | None = None,
+    step_tokens: int = 256,
 ) -> Shapes:
     """The static sizes of an engine for `model`.
 
@@ -110,6 +111,7 @@ def resolve_shapes(
         unread_bytes: weights that still have to be loaded into the memory of a device.
         page_bytes_of: bytes of a page in one device's memory, as `page_bytes`; by default those of all heads.
         device_bytes: memory of a device elsewhere; None: the free memory of this process's first device.
+        step_tokens: as of `Platform`.
     Raises: ValueError if the pool could not hold one page per running sequence, or sizes contradict each other.
     """
     arch = model.config
@@ -120,7 +122,8 @@ def resolve_shapes(
             f"engine.max_seq_len={max_seq_len}: the model has learnt {arch.position_limit} positions "
             f"(max_position_embeddings) and no others; set it to at most {arch.position_limit}"
         )
-    max_step_tokens = config.max_step_tokens or max(256, 4 * config.max_seqs)
+    largest_step = max(256, min(step_tokens, config.max_seqs * max_seq_len))
+    max_step_tokens = config.max_step_tokens or max(largest_step, 4 * config.max_seqs)
     wanted = config.max_seqs * -(-max_seq_len // page_size)
     dtype = kv_dtype(config, model)
     each = page_bytes_of(arch, page_size, dtype)

@@ -1,8 +1,8 @@
 """The rules that all implementations of attention share: which keys a query sees, and the score of query and key."""
 
+import dataclasses
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ NOTHING_SEEN = MASKED / 2
 key is seen."""
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class ScoreRules:
     """The options of one attention call. All methods are elementwise: index arrays have the rank of the scores."""
 
@@ -60,6 +60,13 @@ class ScoreRules:
             return self.scores(matmul, q_pos, kv_pos, head) * jnp.float32(LOG2_E)
         factor = self.scale * LOG2_E
         return matmul if factor == 1 else matmul * jnp.float32(factor)
+
+    def with_scale_in_queries(self) -> tuple[float, "ScoreRules"]:
+        """The factor of queries by which `scores_in_log2` is q · k as it is, and the rules with them. Scores that are
+        not linear keep their scale, with the factor 1."""
+        if not self.is_linear:
+            return 1.0, self
+        return self.scale * LOG2_E, dataclasses.replace(self, scale=1 / LOG2_E)
 
     def seen(self, q_pos: Array, kv_pos: Array, head: Array) -> Array:
         """Mask of the keys a query sees (causality, window, chunk, `mask_mod`): bool, broadcastable to the scores."""

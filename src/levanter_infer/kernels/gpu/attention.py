@@ -5,8 +5,9 @@ query block for one kv head: the query heads of the kv head and the queries of t
 least 16 of them because the tensor cores need so many. There are two lanes. In the prefill lane, rows with two or more
 queries, a program reads all keys that its queries see. In the decode lane a row has one query, so that few programs
 would read long histories; they are cut into splits (flash decoding), whose m, l and acc a second kernel combines. The
-splits depend on the sequence's own length alone, so the bits of a row do not depend on batch composition. With
-`numerics: batch_invariant` one lane computes all tokens, and its splits begin at fixed positions.
+splits depend on the sequence's own length alone, so the bits of a row do not depend on batch composition. A step of few
+tokens has one lane, whose splits are those of the decode lane. With `numerics: batch_invariant` one lane computes all
+tokens too, and its splits begin at fixed positions.
 
 Latents, whose first numbers are values too, are loaded in two parts, these and the rotated rest: powers of two, as a
 rule, and the first part serves both matmuls.
@@ -18,7 +19,6 @@ end at once.
 
 import dataclasses
 import functools
-import math
 from typing import Any, NamedTuple
 
 import jax
@@ -28,10 +28,9 @@ from jax.experimental import pallas as pl
 
 from levanter_infer.kernels.call import AttentionCall
 from levanter_infer.kernels.gpu import plt
-from levanter_infer.kernels.rules import MASKED, NOTHING_SEEN
+from levanter_infer.kernels.rules import LOG2_E, MASKED, NOTHING_SEEN
 
 _DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
-_LOG2_E = math.log2(math.e)
 
 MIN_CAPABILITY = 8.0
 """Compute capability of the oldest GPUs whose tensor cores take bfloat16."""
@@ -49,50 +48,75 @@ class Tile:
     stages: int
     """Depth of Triton's software pipeline: turns whose keys and values are loaded at once."""
     decodes: bool
-    """True for the decode lane, false for the prefill lane."""
+    """True for the decode lane, whose blocks are rows; false for lanes whose blocks are parts of rows."""
     splits: int = 1
     """Maximal number of splits per history; a power of two."""
     min_turns: int = 1
     """Minimal number of turns per split."""
     least_queries: int = 2
-    """Fewest queries of the rows of the prefill lane."""
+    """Fewest queries of the rows of a lane that is not the decode lane; 1: the lane computes all rows."""
     split_tokens: int = 0
     """Keys per split; splits begin at multiples of it. 0: the splits of a history are equally long."""
+    unmasks: bool = False
+    """Whether turns in which every query sees all keys have a loop of their own, without masks."""
+
+    @property
+    def pads(self) -> bool:
+        """Whether the lane, which is the last, writes the zeros of padding tokens."""
+        return self.decodes or self.least_queries == 1
 
 
-MAX_SPLITS, MIN_SPLIT_TOKENS = 32, 256
-"""A history of 8192 tokens or more occupies 32 programs per kv head; a shorter one fewer, because the second kernel has
-to read what each split computed."""
+MAX_SPLITS = 32
+_SPLIT_PROGRAMS = 4096
+"""Programs of the decode lane, as far as more splits of each row make them; those without work cost too."""
 FIXED_SPLITS, MIN_FIXED_SPLIT_TOKENS = 16, 512
-"""The same where splits begin at fixed positions: partial results are stored for each token of a prompt chunk too."""
+"""Most splits, and fewest keys of one, where splits begin at fixed positions: partial results are stored for each token
+of a prompt chunk too."""
+ONE_LANE_TOKENS = 64
+"""Most tokens of a step that the tiles of decode tokens compute, chunks included, in one lane: the launch of another
+would take longer than they save."""
 _TURN_BYTES = 32 * 1024
 """Bytes of keys and values per turn. Times the stages this is the shared memory of a program: at most 99 KB on the
 smallest of these GPUs, and little enough that several programs run on one multiprocessor."""
 
 
-def lanes(*, heads_per_kv_head: int, head_dim: int, itemsize: int, max_tokens: int) -> tuple[Tile, Tile]:
-    """The tiles of the decode lane and of the prefill lane.
+def lanes(
+    *, heads_per_kv_head: int, head_dim: int, itemsize: int, max_tokens: int, num_programs: int
+) -> tuple[Tile, Tile]:
+    """The tiles of the decode lane and of the prefill lane, by times on an H200 (`scripts/gpu_tiles.py`).
 
     Args:
         itemsize: bytes per element of the matmuls' operands.
         max_tokens: tokens of the longest history.
+        num_programs: those of the decode lane without splits, one for each row and kv head.
     """
     dim = _side(head_dim)
     keys = max(16, min(64, _TURN_BYTES // (2 * dim * itemsize)))
     # 64 queries of more than 512 bytes do not fit into shared memory beside a turn, nor their outputs into registers.
     warps, rows = 8 if dim > 128 else 4, 64 if dim * itemsize <= 512 else 32
     stages = max(1, min(3, 3 * _TURN_BYTES // (2 * keys * dim * itemsize)))
-    splits = min(MAX_SPLITS, _power_of_two(-(-max_tokens // MIN_SPLIT_TOKENS)))
+    fills = num_programs >= 256
+    least = least_split(num_programs)
+    most = max(2, min(MAX_SPLITS, _SPLIT_PROGRAMS // _power_of_two(num_programs)))
     decode = Tile(
         rows=min(rows, _side(heads_per_kv_head)),
         keys=keys,
-        warps=warps,
+        warps=2 if fills and warps == 4 else warps,
         stages=stages,
         decodes=True,
-        splits=splits,
-        min_turns=MIN_SPLIT_TOKENS // keys,
+        splits=min(most, _power_of_two(-(-max_tokens // least))),
+        min_turns=max(1, least // keys),
     )
-    return decode, Tile(rows=rows, keys=keys, warps=warps, stages=stages, decodes=False)
+    prefill = Tile(rows=rows, keys=keys, warps=warps, stages=stages, decodes=False, unmasks=True)
+    if dim * itemsize <= 256:
+        prefill = dataclasses.replace(prefill, rows=128, keys=max(16, keys // 2), warps=8, stages=2)
+    return decode, prefill
+
+
+def least_split(num_programs: int) -> int:
+    """Fewest keys of a split. Splits of few programs are short, so that all multiprocessors read; others serve only
+    histories that are longer than most, because the start of a split takes as long as some turns."""
+    return 64 if num_programs <= 64 else min(1024, 2 * _power_of_two(num_programs))
 
 
 def supports_dtype(dtype) -> bool:
@@ -120,12 +144,17 @@ def gpu_attention(call: AttentionCall, *, invariant: bool = False, interpret: bo
         head_dim=call.out_shape[2],
         itemsize=_operand_dtype(call).itemsize,
         max_tokens=max_tokens,
+        num_programs=call.num_rows * call.kv_heads,
     )
     if invariant:
-        zeros = jnp.zeros(call.out_shape, call.q.dtype)  # of padding tokens
         width = max(MIN_FIXED_SPLIT_TOKENS, _power_of_two(-(-max_tokens // FIXED_SPLITS)))
         splits = dict(splits=_power_of_two(-(-max_tokens // width)), split_tokens=width)
-        return _run(call, dataclasses.replace(prefill, rows=decode.rows, least_queries=1, **splits), zeros, interpret)
+        # Bits do not depend on how many rows there may be either, as the warps of the decode lane do.
+        warps = 8 if _side(call.out_shape[2]) > 128 else 4
+        tile = dataclasses.replace(decode, decodes=False, least_queries=1, warps=warps, **splits)
+        return _run(call, tile, None, interpret)
+    if 1 < call.num_tokens <= ONE_LANE_TOKENS:
+        return _run(call, dataclasses.replace(decode, decodes=False, least_queries=1), None, interpret)
     out = _run(call, prefill, None, interpret) if call.num_tokens > 1 else None
     return _run(call, decode, out, interpret)
 
@@ -136,14 +165,14 @@ class _Splits(NamedTuple):
     acc: Any
     """[places, splits, Hq, size of values]: sum of p · v."""
     m: Any
-    """[places, splits, Hq]: maximum of the scores."""
+    """[places, splits, Hq]: maximum of the scores, in units of log2."""
     l: Any  # noqa: E741
     """[places, splits, Hq]: sum of the weights."""
 
 
 def _run(call: AttentionCall, tile: Tile, out: Array | None, interpret: bool) -> Array:
-    """Compute the tokens of one lane. Returns: `out`, or a new array without it, with their outputs; the decode lane,
-    which is the last, writes the zeros of padding tokens."""
+    """Compute the tokens of one lane. Returns: `out`, or a new array without it, with their outputs, and with zeros for
+    padding tokens if the lane `pads`."""
     num_heads, head_dim = call.out_shape[1:]
     num_blocks = call.num_rows if tile.decodes else call.num_rows + call.num_tokens // _block_q(call, tile)
     head_blocks = -(-call.heads_per_kv_head // tile.rows)
@@ -202,12 +231,14 @@ def _attend(_, refs: dict, *out_refs, call: AttentionCall, tile: Tile) -> None:
             `_Splits`.
     """
     block, split = pl.program_id(1), pl.program_id(2)
+    if not tile.decodes:  # the last blocks of a chunk, which read most keys, first
+        block = pl.num_programs(1) - 1 - block
     per_kv_head, parts = call.heads_per_kv_head, _parts(call)
     num_pages, operand, f32 = call.kv_pages.shape[1], _operand_dtype(call), jnp.float32
     tile_heads = min(per_kv_head, tile.rows)
     head_blocks = -(-per_kv_head // tile.rows)
     kv_head, head_block = pl.program_id(0) // head_blocks, pl.program_id(0) % head_blocks
-    if tile.decodes and tile.splits == 1:
+    if tile.pads and tile.splits == 1:
         own = head_block * tile_heads + jnp.arange(tile.rows, dtype=jnp.int32)
         exists = (own < per_kv_head) & (own < (head_block + 1) * tile_heads)
         _store_zeros(out_refs[0], refs, jnp.where(exists, kv_head * per_kv_head + own, call.q.shape[1]), block)
@@ -246,13 +277,16 @@ def _attend(_, refs: dict, *out_refs, call: AttentionCall, tile: Tile) -> None:
 
         queries = [load_queries(part) for part in range(len(parts))]
 
-        def turn(index: Array, carry):
+        def turn(index: Array, carry, *, all_seen: bool = False):
+            """The keys of one turn. `all_seen`: every query sees each of them that a page holds."""
             m_prev, l_prev, acc = carry  # f32[rows], f32[rows], f32[rows, head_dim]
             kv_pos = lo + index * tile.keys + jnp.arange(tile.keys, dtype=jnp.int32)
             in_range = (kv_pos >= start) & (kv_pos < end)
             page = plt.load(refs["pages"].at[row, kv_pos // call.page_size], mask=in_range, other=jnp.int32(num_pages))
             mapped = page < num_pages
-            seen = rules.seen(q_pos[:, None], kv_pos[None, :], head[:, None]) & (live[:, None] & mapped[None, :])
+            seen = mapped[None, :]
+            if not all_seen:
+                seen = rules.seen(q_pos[:, None], kv_pos[None, :], head[:, None]) & (live[:, None] & seen)
             if rules.mask_mod is not None:
                 # Keys that no query of the block sees are not loaded; a weight of 0 would not suffice, because 0 * NaN
                 # is NaN. Without `mask_mod` these are the keys that are not in range.
@@ -270,36 +304,49 @@ def _attend(_, refs: dict, *out_refs, call: AttentionCall, tile: Tile) -> None:
             matmul = functools.reduce(
                 jnp.add, [_dot(q, own, transpose=True) for q, own in zip(queries, keys, strict=True)]
             )
-            scores = rules.scores(matmul, q_pos[:, None], kv_pos[None, :], head[:, None])
+            scores = rules.scores_in_log2(matmul, q_pos[:, None], kv_pos[None, :], head[:, None])
             scores = jnp.where(seen, scores, f32(MASKED))
             m_new = jnp.maximum(m_prev, jnp.max(scores, axis=1))
-            weights = _exp(scores - m_new[:, None])
-            alpha = _exp(m_prev - m_new)
+            weights = jnp.exp2(scores - m_new[:, None])
+            alpha = jnp.exp2(m_prev - m_new)
             l_new = l_prev * alpha + jnp.sum(weights, axis=1)
             values = load(2 * kv_head + 1) if call.value_dim is None else keys[0]
             acc = acc * alpha[:, None] + _dot(weights.astype(operand), values)
             return m_new, l_new, acc
 
         if tile.splits == 1 and call.sinks is not None:
-            m_init, l_init = refs["sinks"][head], jnp.ones(tile.rows, f32)
+            m_init, l_init = refs["sinks"][head] * f32(LOG2_E), jnp.ones(tile.rows, f32)
         else:
             m_init, l_init = jnp.full(tile.rows, NOTHING_SEEN, f32), jnp.zeros(tile.rows, f32)
         dim = dims[0]
         acc = jnp.zeros((tile.rows, dim.shape[0]), f32)
         first, last = _turns_of(tile, split, lo, turns)
 
+        def all_turns(carry):
+            if not tile.unmasks or rules.mask_mod is not None:
+                return jax.lax.fori_loop(first, last, turn, carry)
+            # Of the turns between these bounds every query sees all keys, which spares the arithmetic of the mask.
+            begin = first
+            if rules.sliding_window is not None or rules.attention_chunk is not None:
+                last_start = rules.first_seen(first_pos + num_queries - 1)
+                begin = jnp.clip((last_start - lo + (tile.keys - 1)) // tile.keys, first, last)
+                carry = jax.lax.fori_loop(first, begin, turn, carry)
+            stop = jnp.clip((first_pos + 1 - lo) // tile.keys, begin, last)
+            carry = jax.lax.fori_loop(begin, stop, functools.partial(turn, all_seen=True), carry)
+            return jax.lax.fori_loop(stop, last, turn, carry)
+
         def store(ref, index, values, mask) -> None:
             plt.store(ref.at[index], values.astype(ref.dtype), mask=mask)
 
         if tile.splits == 1:
-            _, l_last, acc = jax.lax.fori_loop(first, last, turn, (m_init, l_init, acc))
+            _, l_last, acc = all_turns((m_init, l_init, acc))
             result = acc / jnp.where(l_last == 0, f32(1), l_last)[:, None]
             store(out_refs[0], (token[:, None], stored_head[:, None], dim[None, :]), result, in_heads(live))
         else:
 
             @pl.when(first < last)
             def live_split():
-                m_last, l_last, acc_last = jax.lax.fori_loop(first, last, turn, (m_init, l_init, acc))
+                m_last, l_last, acc_last = all_turns((m_init, l_init, acc))
                 outs = _Splits(*out_refs)
                 place = jnp.broadcast_to(block, token.shape) if tile.decodes else token
                 store(outs.acc, (place[:, None], split, stored_head[:, None], dim[None, :]), acc_last, in_heads(live))
@@ -311,30 +358,34 @@ def _combine(_, splits: _Splits, refs: dict, out_ref, *, call: AttentionCall, ti
     """Combine the splits of one token and query head. `refs`: as in `_attend`."""
     head, place = pl.program_id(0), pl.program_id(1)
     head_dim, f32 = call.out_shape[2], jnp.float32
+    dim = jnp.arange(_side(head_dim), dtype=jnp.int32)
     if tile.decodes:
         _store_zeros(out_ref, refs, head + jnp.arange(1, dtype=jnp.int32), place)
-        _, token, num_queries, pos = _block(call, tile, refs, place)
+        _, token, num_queries, first_pos = _block(call, tile, refs, place)
         is_token = num_queries > 0
     else:
         token = place
-        is_token, pos = _position(call, refs, token)
+        is_token, first_pos, num_queries = _block_of(call, tile, refs, token)
+
+        @pl.when(~is_token)
+        def padding():
+            plt.store(out_ref.at[token, head, dim], jnp.zeros(dim.shape, out_ref.dtype), mask=dim < head_dim)
 
     @pl.when(is_token)
     def live_token():
-        # Of a split that only others of its query block see nothing is read: it would add zeros.
-        *_, lo, turns = _seen_keys(_rules(call, refs), tile, pos, 1)
+        # A split of which only others of its query block see something adds zeros.
+        *_, lo, turns = _seen_keys(_rules(call, refs), tile, first_pos, num_queries)
         split = jnp.arange(tile.splits, dtype=jnp.int32)
-        dim = jnp.arange(_side(head_dim), dtype=jnp.int32)
         first, last = _turns_of(tile, split, lo, turns)
         live = first < last
         m_split = plt.load(splits.m.at[place, split, head], mask=live, other=f32(NOTHING_SEEN))
         m_all = jnp.max(m_split)
         if call.sinks is not None:
-            m_all = jnp.maximum(m_all, refs["sinks"][head])
-        alpha = _exp(m_split - m_all)
+            m_all = jnp.maximum(m_all, refs["sinks"][head] * f32(LOG2_E))
+        alpha = jnp.exp2(m_split - m_all)
         l_all = jnp.sum(_load(splits.l.at[place, split, head], live) * alpha)
         if call.sinks is not None:
-            l_all = l_all + _exp(refs["sinks"][head] - m_all)
+            l_all = l_all + jnp.exp2(refs["sinks"][head] * f32(LOG2_E) - m_all)
         exists = live[:, None] & (dim < head_dim)[None, :]
         acc = _load(splits.acc.at[place, split[:, None], head, dim[None, :]], exists)
         result = jnp.sum(acc * alpha[:, None], axis=0) / jnp.where(l_all == 0, f32(1), l_all)
@@ -342,7 +393,7 @@ def _combine(_, splits: _Splits, refs: dict, out_ref, *, call: AttentionCall, ti
 
 
 def _store_zeros(out_ref, refs: dict, heads: Array, block: Array) -> None:
-    """Zeros for the outputs of padding tokens, which all blocks of the decode lane share out among them.
+    """Zeros for the outputs of padding tokens, shared out among the first blocks of a lane, as many as there are rows.
 
     Args: heads: i32[n], those of this program; any that is out of bounds is left out.
     """
@@ -403,11 +454,14 @@ def _row_of(call: AttentionCall, refs: dict, place: Array, begins) -> Array:
     return jnp.maximum(jnp.sum((in_use & (begins(first, rows) <= place)).astype(jnp.int32)) - 1, 0)
 
 
-def _position(call: AttentionCall, refs: dict, token: Array) -> tuple[Array, Array]:
-    """Whether a token is one of a row, and its position."""
+def _block_of(call: AttentionCall, tile: Tile, refs: dict, token: Array) -> tuple[Array, Array, Array]:
+    """Whether a token is one of a row, and the position of the first query and the number of queries of its block."""
     row = _row_of(call, refs, token, lambda first, rows: first)
-    end = refs["cu_q_lens"][row + 1]
-    return token < refs["cu_q_lens"][refs["num_seqs"][0]], refs["seq_lens"][row] - (end - token)
+    first, end = refs["cu_q_lens"][row], refs["cu_q_lens"][row + 1]
+    block_q = _block_q(call, tile)
+    skipped = (token - first) // block_q * block_q
+    is_token = token < refs["cu_q_lens"][refs["num_seqs"][0]]
+    return is_token, refs["seq_lens"][row] - (end - first) + skipped, jnp.minimum(end - first - skipped, block_q)
 
 
 def _seen_keys(rules, tile: Tile, first_pos: Array, num_queries: Array | int):
@@ -444,10 +498,6 @@ def _dot(a: Array, b: Array, *, transpose: bool = False) -> Array:
     """a · b, or a · bᵀ, accumulated in f32; f32 operands are not rounded to TF32."""
     dims = (((1,), (1 if transpose else 0,)), ((), ()))
     return jax.lax.dot_general(a, b, dims, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
-
-
-def _exp(x: Array) -> Array:
-    return jnp.exp2(x * jnp.float32(_LOG2_E))
 
 
 def _operand_dtype(call: AttentionCall) -> jnp.dtype:

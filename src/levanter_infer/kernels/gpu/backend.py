@@ -13,14 +13,10 @@ from levanter_infer.kernels.call import AttentionCall, GroupedCall, KvWrite, Lin
 from levanter_infer.kernels.gpu import attention, linear, plt, sampling
 from levanter_infer.kernels.gpu.kv_write import rotate_and_write
 from levanter_infer.kernels.gpu.logits import logit_stats
+from levanter_infer.kernels.rules import ScoreRules
 from levanter_infer.kernels.xla.backend import XlaBackend
 
-GPU = Platform("gpu")
-
-_IN_GRAPHS = "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,CONDITIONAL,WHILE"
-"""Commands that XLA may put into CUDA graphs: by default it puts no loops there."""
-_NOT_IN_GRAPHS = "fusion-dynamic-memcpy-rewriter"
-"""A pass of XLA that makes a copy of the host's of a layer's slice, which no graph can hold."""
+GPU = Platform("gpu", step_tokens=2048)
 
 
 @dataclass(frozen=True)
@@ -29,13 +25,16 @@ class GpuBackend(XlaBackend):
     `xla`."""
 
     platform: Platform = GPU
+    shared_memory: int = linear.LEAST_SHARED_MEMORY
+    """Bytes of shared memory that a program can have."""
     interpret: bool = False
     """Run by Pallas' interpreter, on any platform, slowly; for tests."""
 
     name = "gpu"
     home = GPU
+    options = frozenset({"compute_capability"})
     kernels = frozenset({Work.MATMUL, Work.ATTENTION})
-    fuses = frozenset(Fuse)
+    fuses = frozenset(Fuse) - {Fuse.GATE}
     has_library = True
 
     @classmethod
@@ -58,16 +57,18 @@ class GpuBackend(XlaBackend):
             else f"{task.stored} are {task.dtype}, which the kernel does not take"
         )
 
+    def configured(self, **options) -> "GpuBackend":
+        capability, is_apart = options.get("compute_capability"), options.get("rows_apart", self.is_apart)
+        own = self.shared_memory if capability is None else linear.shared_memory(float(capability))
+        return dataclasses.replace(self, is_apart=is_apart, shared_memory=own)
+
     def why_not_invariant(self, task: Task) -> str | None:
         """All matmuls are the kernel's, in one tile, and all of attention is in one lane."""
         return None
 
     @property
     def compiler_options(self) -> Mapping[str, str | bool]:
-        """Loops and branches in CUDA graphs, so that the round is one graph and the host waits for no condition of a
-        step (docs/decisions/0046)."""
-        graphs = {"xla_gpu_enable_command_buffer": _IN_GRAPHS, "xla_disable_hlo_passes": _NOT_IN_GRAPHS}
-        return {**({} if self.interpret else graphs), **self.required_options}
+        return self.required_options
 
     @property
     def required_options(self) -> Mapping[str, str | bool]:
@@ -82,16 +83,16 @@ class GpuBackend(XlaBackend):
             weights = [weight[None] for weight in call.weights]
             call = dataclasses.replace(call, weights=weights, norm=norm, layer=jnp.int32(0))
         if call.layer is not None:
-            return linear.stacked_matmul(call, interpret=self.interpret)
-        results = super().linear(dataclasses.replace(call, x=_prepared(call), norm=None, gate=None, residual=None))
+            return linear.stacked_matmul(call, shared_memory=self.shared_memory, interpret=self.interpret)
+        results = super().linear(dataclasses.replace(call, x=_normed(call), norm=None, residual=None))
         if call.is_gated_pair:
             gate, x = (each.astype(call.dtype) for each in results)
             return [linear.gated(x, gate)]
         return results if call.residual is None else [call.residual.astype(jnp.float32) + each for each in results]
 
     def grouped_linear(self, call: GroupedCall) -> list[Array]:
-        """Norm and gate are computed once for all groups."""
-        return super().grouped_linear(dataclasses.replace(call, x=_prepared(call), norm=None, gate=None))
+        """The norm is computed once for all groups."""
+        return super().grouped_linear(dataclasses.replace(call, x=_normed(call), norm=None))
 
     def bucketed(self, compute: Callable[[int], Array], num_rows: Array, buckets: Sequence[int], zeros: Array) -> Array:
         """The largest: fewer rows would read the same weights, and the results of several would be copied."""
@@ -103,6 +104,9 @@ class GpuBackend(XlaBackend):
     def sampling_kernels(self, logits: Array) -> sampling.GpuSampling | None:
         return sampling.GpuSampling(self.interpret) if sampling.supports(logits) else None
 
+    def scale_in_queries(self, rules: ScoreRules) -> tuple[float, ScoreRules]:
+        return rules.with_scale_in_queries()
+
     def write_kv(self, pool: Array, write: KvWrite) -> tuple[Array | None, Array]:
         """Norms, rotation and write in one launch."""
         if write.rotation is None:
@@ -113,10 +117,9 @@ class GpuBackend(XlaBackend):
         return attention.gpu_attention(call, invariant=self.is_apart, interpret=self.interpret)
 
 
-def _prepared(call: LinearCall | GroupedCall) -> Array:
-    """The input of a matmul with its norm or gate, by XLA."""
-    x = call.x if call.gate is None else linear.gated(call.x, call.gate)
+def _normed(call: LinearCall | GroupedCall) -> Array:
+    """The input of a matmul with its norm, by XLA."""
     if call.norm is None:
-        return x
+        return call.x
     weight, eps = call.norm
-    return linear.normed(x, weight if call.layer is None else weight[call.layer], eps)
+    return linear.normed(call.x, weight if call.layer is None else weight[call.layer], eps)

@@ -40,7 +40,7 @@ def rotate_and_write(pool: Array, write: KvWrite, *, interpret: bool = False) ->
     )
     types = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in (pool, q)]
     pool, rotated = pl.pallas_call(
-        functools.partial(_write, eps=tuple(eps for _, eps in own)),
+        functools.partial(_write, eps=tuple(eps for _, eps in own), query_factor=rotation.query_factor),
         out_shape=types,
         grid=(q.shape[0],),
         input_output_aliases={0: 0},
@@ -76,7 +76,7 @@ class _Inputs(NamedTuple):
     """i32[T], as of `KvWrite`. Pages and offsets would be one more launch a layer."""
 
 
-def _write(_, inputs: _Inputs, pool_ref, q_ref, *, eps: tuple[float, ...]) -> None:
+def _write(_, inputs: _Inputs, pool_ref, q_ref, *, eps: tuple[float, ...], query_factor: float) -> None:
     """One token. The first argument is the pool, which `pool_ref` aliases."""
     token = pl.program_id(0)
     half, f32 = inputs.cos.shape[1], jnp.float32
@@ -120,7 +120,7 @@ def _write(_, inputs: _Inputs, pool_ref, q_ref, *, eps: tuple[float, ...]) -> No
 
     head, mask = heads(inputs.q)
     for part, first in zip(rotated(inputs.q, 0), (0, half), strict=True):
-        store(q_ref, (token, head[:, None], (dim + first)[None, :]), part, mask)
+        store(q_ref, (token, head[:, None], (dim + first)[None, :]), part * f32(query_factor), mask)
     head, mask = heads(inputs.k)
     for parts, after in ((rotated(inputs.k, 1), 0), (halves(inputs.v), 1)):
         for part, first in zip(parts, (0, half), strict=True):

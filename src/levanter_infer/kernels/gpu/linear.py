@@ -3,9 +3,9 @@
 XLA's own GEMMs on a GPU take a matrix, not one layer of a stack: in a loop over layers XLA first copies the weights of
 each layer, which triples the memory traffic of a decode step.
 
-A residual is added to the sums before they are rounded. The norm or the gate of the input is computed in the matmul
-where it has few rows: every program computes it again, for all of its rows, which is less than a launch while the rows
-fit into one tile of the tensor cores. More rows are normed by a kernel of their own, and gated by XLA.
+A residual is added to the sums before they are rounded. The norm of the input has a kernel of its own: computed in the
+matmul, in the registers between memory and tensor cores, it made one row's gate and up 30 % slower at best, and as the
+norm of each program it is computed hundreds of times (decision 0052).
 """
 
 import dataclasses
@@ -23,6 +23,19 @@ from levanter_infer.kernels.gpu import plt
 
 _DTYPES = (jnp.bfloat16, jnp.float16)
 
+LEAST_SHARED_MEMORY = 99 * 1024
+"""Bytes of shared memory that a program can have on every GPU that the kernels are written for."""
+
+
+def shared_memory(capability: float) -> int:
+    """Bytes of shared memory that a program can have on a GPU of a compute capability.
+
+    Source: CUDA C++ Programming Guide, technical specifications per compute capability.
+    """
+    if 9 <= capability < 12:
+        return 227 * 1024
+    return 163 * 1024 if capability in (8.0, 8.7) else LEAST_SHARED_MEMORY
+
 
 @dataclasses.dataclass(frozen=True)
 class Tile:
@@ -36,19 +49,62 @@ class Tile:
     stages: int
 
 
-def tile_of(num_rows: int, num_ins: int) -> Tile:
-    """The tile for a number of rows. A matmul of few rows is bound by memory: narrow tiles, so that all multiprocessors
-    read, and long turns. One of many rows is bound by arithmetic."""
-    divisor = math.gcd(num_ins, 128)
-    ins = divisor if divisor >= 16 else 64  # with a mask
+_FEW_ROWS = {
+    16: ((16_384, Tile(16, 64, 256, warps=2, stages=3)), (0, Tile(16, 32, 512, warps=2, stages=3))),
+    64: (
+        (16_384, Tile(64, 64, 128, warps=4, stages=3)),
+        (6_144, Tile(64, 64, 128, warps=4, stages=4)),
+        (0, Tile(64, 32, 128, warps=4, stages=6)),
+    ),
+}
+"""Tiles of matmuls of up to so many rows, which memory bounds, by their least outputs: fewer outputs are fewer
+programs, each of which has to keep more loads in flight."""
+_MANY_ROWS = (Tile(128, 256, 64, warps=8, stages=4), Tile(128, 128, 64, warps=8, stages=4))
+_LEAST_ROWS = Tile(64, 128, 64, warps=4, stages=4)
+"""Tiles of matmuls of more rows, which arithmetic bounds: the first that makes enough programs, else the last."""
+_ENOUGH_PROGRAMS = 96
+
+
+def tile_of(num_rows: int, num_ins: int, num_outs: int, shared_memory: int) -> Tile:
+    """The tile of a matmul, by times on an H200 (`scripts/gpu_tiles.py`).
+
+    Args:
+        num_outs: outputs of all weights.
+        shared_memory: bytes of it that a program can have.
+    """
     if num_rows <= 64:
-        rows = max(16, 1 << (num_rows - 1).bit_length())
-        return Tile(rows=rows, outs=32, ins=ins, warps=4, stages=4)
-    return Tile(rows=64, outs=128, ins=min(ins, 64), warps=4, stages=3)
+        tile = next(tile for least, tile in _FEW_ROWS[16 if num_rows <= 16 else 64] if num_outs >= least)
+        tile = dataclasses.replace(tile, rows=max(16, _power_of_two(num_rows)))
+    else:
+        fitting = (tile for tile in _MANY_ROWS if 3 * _stage_bytes(tile) <= shared_memory)
+        tile = next(
+            (
+                tile
+                for tile in fitting
+                if pl.cdiv(num_rows, tile.rows) * pl.cdiv(num_outs, tile.outs) >= _ENOUGH_PROGRAMS
+            ),
+            _LEAST_ROWS,
+        )
+    return _fitted(tile, num_ins, shared_memory)
 
 
-_FUSED_ROWS = 16
-"""Most rows of a tile whose norm or gate is computed in the matmul."""
+def _fitted(tile: Tile, num_ins: int, shared_memory: int) -> Tile:
+    """The tile with turns that divide the inputs, where they have a divisor of 64 or more (else the last turn has a
+    mask), and with stages that fit. Shorter turns have more stages, so that as much is in flight."""
+    divisor = math.gcd(num_ins, tile.ins)
+    ins = divisor if divisor >= 64 else 64
+    if num_ins < ins:
+        ins = max(16, _power_of_two(num_ins))
+    while ins > 128 and 3 * _stage_bytes(dataclasses.replace(tile, ins=ins)) > shared_memory:
+        ins //= 2
+    stages = min(tile.stages * max(1, tile.ins // ins), 8)
+    tile = dataclasses.replace(tile, ins=ins)
+    return dataclasses.replace(tile, stages=max(1, min(stages, shared_memory // _stage_bytes(tile))))
+
+
+def _stage_bytes(tile: Tile) -> int:
+    """Shared memory of one stage: inputs and weights of a turn."""
+    return 2 * (tile.rows + tile.outs) * tile.ins
 
 
 def supports_dtype(dtype) -> bool:
@@ -56,12 +112,15 @@ def supports_dtype(dtype) -> bool:
     return jnp.dtype(dtype) in _DTYPES
 
 
-def stacked_matmul(call: LinearCall, *, interpret: bool = False) -> list[Array]:
-    """The matmuls of `call`, accumulated in float32, in one launch, or two where a norm has one of its own.
+def stacked_matmul(
+    call: LinearCall, *, shared_memory: int = LEAST_SHARED_MEMORY, interpret: bool = False
+) -> list[Array]:
+    """The matmuls of `call`, accumulated in float32, in one launch, and one more for a norm.
 
     Args:
-        call: x bf16 or f16; weights [layers, outputs..., inputs...] each, in the dtype of x. The outputs of rows that
-            are not in use are zeros or their own matmul, and tiles without a row in use cost nothing.
+        call: x bf16 or f16; weights [layers, outputs..., inputs...] each, in the dtype of x; no gate. The outputs of
+            rows that are not in use are zeros or their own matmul, and tiles without a row in use cost nothing.
+        shared_memory: bytes of it that a program can have on the device.
         interpret: run in Pallas' interpreter, on any platform, slowly; for tests.
     Returns: [rows, outputs] each, in `call.dtype`.
     Raises: ValueError for other dtypes.
@@ -73,9 +132,12 @@ def stacked_matmul(call: LinearCall, *, interpret: bool = False) -> list[Array]:
             raise ValueError(
                 f'matmul="gpu" takes bfloat16 or float16, not {call.x.dtype} times {weight.dtype}; use "xla"'
             )
-    tile = tile_of(rows, ins)
-    if tile.rows > _FUSED_ROWS or call.x.dtype == jnp.float16:  # a float16 might exceed its range before it is scaled
-        call = _prepared(call, interpret)
+    tile = tile_of(rows, ins, sum(weight.shape[1] for weight in weights), shared_memory)
+    assert call.gate is None, "a gate is the layer's"
+    x = call.x
+    if call.norm is not None:
+        assert call.layer is not None
+        x = norm_rows(x, *call.norm, call.layer, interpret=interpret)
     layer = call.layer
     assert layer is not None, "the weights are stacks of layers"
     groups = [tuple(weights)] if call.is_gated_pair else [(weight,) for weight in weights]
@@ -85,10 +147,9 @@ def stacked_matmul(call: LinearCall, *, interpret: bool = False) -> list[Array]:
     for weight, *_ in groups:
         bounds.append(bounds[-1] + pl.cdiv(weight.shape[1], tile.outs))
     used = jnp.int32(rows) if call.num_rows is None else call.num_rows
-    norm, eps = (None, 0.0) if call.norm is None else call.norm
-    inputs = _Inputs(call.x, call.gate, norm, call.residual, layer.reshape(1), used.reshape(1))
+    inputs = _Inputs(x, call.residual, layer.reshape(1), used.reshape(1))
     return pl.pallas_call(
-        functools.partial(_matmul, tile=tile, first_parts=tuple(bounds), eps=eps),
+        functools.partial(_matmul, tile=tile, first_parts=tuple(bounds)),
         out_shape=[jax.ShapeDtypeStruct((rows, weight.shape[1]), call.dtype) for weight, *_ in groups],
         # Programs that read the same weights are neighbours in the grid, so that all but one find them in the cache.
         grid=(pl.cdiv(rows, tile.rows), bounds[-1]),
@@ -108,14 +169,6 @@ def normed(x: Array, weight: Array, eps: float) -> Array:
     wide = x.astype(jnp.float32)
     scale = jax.lax.rsqrt(jnp.mean(wide * wide, axis=1, keepdims=True) + jnp.float32(eps))
     return (wide * scale * weight.astype(jnp.float32)[None, :]).astype(x.dtype)
-
-
-def _prepared(call: LinearCall, interpret: bool) -> LinearCall:
-    """The call, of one layer of stacks, with its norm or gate computed."""
-    x = call.x if call.gate is None else gated(call.x, call.gate)
-    if call.norm is not None and call.layer is not None:
-        x = norm_rows(x, *call.norm, call.layer, interpret=interpret)
-    return dataclasses.replace(call, x=x, norm=None, gate=None)
 
 
 def norm_rows(x: Array, weights: Array, eps: float, layer: Array, *, interpret: bool = False) -> Array:
@@ -155,10 +208,6 @@ class _Inputs(NamedTuple):
 
     x: Any
     """[rows, ins]"""
-    gate: Any
-    """[rows, ins] or None; not together with a norm."""
-    norm: Any
-    """[layers, ins] or None."""
     residual: Any
     """[rows, outs] or None."""
     layer: Any
@@ -167,7 +216,7 @@ class _Inputs(NamedTuple):
     """i32[1], rows in use."""
 
 
-def _matmul(inputs: _Inputs, groups, *out_refs, tile: Tile, first_parts: tuple[int, ...], eps: float) -> None:
+def _matmul(inputs: _Inputs, groups, *out_refs, tile: Tile, first_parts: tuple[int, ...]) -> None:
     """One tile of one output.
 
     Args:
@@ -184,40 +233,33 @@ def _matmul(inputs: _Inputs, groups, *out_refs, tile: Tile, first_parts: tuple[i
         out = (part - first_part) * tile.outs + jnp.arange(tile.outs, dtype=jnp.int32)
         num_outs = out_ref.shape[1]
 
-        def exists(index: Array, size: int, in_range: Array) -> Array:
-            """[n, ins], the mask of a load of rows `index` of `size`."""
-            mask = (index < size)[:, None]
-            return mask if num_ins % tile.ins == 0 else mask & in_range[None, :]
+        def exists(index: Array, size: int, whole: int, in_range: Array) -> Array | None:
+            """[n, ins], the mask of a load of rows `index` of `size`, which come in tiles of `whole`; None: of all."""
+            of_rows = None if size % whole == 0 else (index < size)[:, None]
+            of_ins = None if num_ins % tile.ins == 0 else in_range[None, :]
+            if of_rows is None or of_ins is None:
+                both = of_rows if of_ins is None else of_ins
+                return None if both is None else jnp.broadcast_to(both, (index.shape[0], tile.ins))
+            return of_rows & of_ins
 
-        def turn(index: Array, carry: tuple[tuple[Array, ...], Array]) -> tuple[tuple[Array, ...], Array]:
-            accs, squares = carry
+        def turn(index: Array, accs: tuple[Array, ...]) -> tuple[Array, ...]:
             k = index * tile.ins + jnp.arange(tile.ins, dtype=jnp.int32)
             in_range = k < num_ins
 
-            def load(ref, index, size: int) -> Array:
-                return plt.load(
-                    ref.at[*index, k[None, :]], mask=exists(index[-1][:, 0], size, in_range), other=_zero(ref)
-                )
+            def load(ref, index, size: int, whole: int) -> Array:
+                mask = exists(index[-1][:, 0], size, whole, in_range)
+                other = None if mask is None else _zero(ref)
+                return plt.load(ref.at[*index, k[None, :]], mask=mask, other=other)
 
-            x = load(inputs.x, (row[:, None],), num_rows)
-            weights = [load(weight_ref, (layer, out[:, None]), num_outs) for weight_ref in weight_refs]
-            if inputs.gate is not None:
-                x = gated(x, load(inputs.gate, (row[:, None],), num_rows))
-            if inputs.norm is not None:  # the sums are scaled in the end
-                wide = x.astype(f32)
-                factor = plt.load(inputs.norm.at[layer, k], mask=in_range, other=_zero(inputs.norm)).astype(f32)
-                squares = squares + jnp.sum(wide * wide, axis=1)
-                x = (wide * factor[None, :]).astype(x.dtype)
+            x = load(inputs.x, (row[:, None],), num_rows, tile.rows)
+            weights = [load(weight_ref, (layer, out[:, None]), num_outs, tile.outs) for weight_ref in weight_refs]
             dims = (((1,), (1,)), ((), ()))
             precision = jax.lax.Precision.HIGHEST
             sums = [jax.lax.dot_general(x, weight, dims, precision, preferred_element_type=f32) for weight in weights]
-            return tuple(acc + each for acc, each in zip(accs, sums, strict=True)), squares
+            return tuple(acc + each for acc, each in zip(accs, sums, strict=True))
 
-        zeros = (jnp.zeros((tile.rows, tile.outs), f32),) * len(weight_refs), jnp.zeros(tile.rows, f32)
-        accs, squares = jax.lax.fori_loop(0, turns, turn, zeros)
-        if inputs.norm is not None:
-            scale = jax.lax.rsqrt(squares / f32(num_ins) + f32(eps))[:, None]
-            accs = tuple(acc * scale for acc in accs)
+        zeros = (jnp.zeros((tile.rows, tile.outs), f32),) * len(weight_refs)
+        accs = jax.lax.fori_loop(0, turns, turn, zeros)
         acc = accs[0] if len(accs) == 1 else gated(*(each.astype(out_ref.dtype) for each in reversed(accs)))
         mask = (row < num_rows)[:, None] & (out < num_outs)[None, :]
         place = row[:, None], out[None, :]

@@ -18,7 +18,7 @@ from jax.experimental.pallas import tpu as pltpu
 from levanter_infer.kernels import scopes
 from levanter_infer.kernels.backend import Fuse, Platform, Task, Work
 from levanter_infer.kernels.call import AttentionCall, GroupedCall, KvWrite, PoolShape, Rotation, checked
-from levanter_infer.kernels.rules import LOG2_E, ScoreRules
+from levanter_infer.kernels.rules import ScoreRules
 from levanter_infer.kernels.tpu import grouped, rotate, sampling
 from levanter_infer.kernels.tpu.decode import decode_attention
 from levanter_infer.kernels.tpu.kv_write import write_kv
@@ -103,10 +103,7 @@ class TpuBackend(XlaBackend):
         return not self.is_apart and rotate.supports(q, k, rotation, kv_dtype)
 
     def scale_in_queries(self, rules: ScoreRules) -> tuple[float, ScoreRules]:
-        # Their scores then are in units of log2, as the kernels want them, without a multiplication of each.
-        if not rules.is_linear:
-            return 1.0, rules
-        return rules.scale * LOG2_E, dataclasses.replace(rules, scale=1 / LOG2_E)
+        return rules.with_scale_in_queries()
 
     def write_kv(self, pool: Array, write: KvWrite) -> tuple[Array | None, Array]:
         # Under a `shard_map` these are the heads of one device.
