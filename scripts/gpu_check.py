@@ -4,6 +4,7 @@ Needs jax with CUDA and NumPy, and for sampling also haliax and equinox. One JSO
 is wrong.
 
 python scripts/gpu_check.py                              parity, then speed
+python scripts/gpu_check.py --invariant                  requests alone and together, bit by bit
 python scripts/gpu_check.py --sampling                   sampling's kernels beside XLA's code and a sort
 python scripts/gpu_check.py --speed --tile keys=32,warps=8   with other tiles than the kernel chooses
 """
@@ -176,6 +177,37 @@ def sampling(sizes: list[tuple[int, int]], repeats: int = 5) -> int:
     return wrong
 
 
+def invariant(shape: str, requests: int) -> int:
+    """Tokens and the bits of log probabilities of requests alone, and in two batches of different order, with
+    `numerics: batch_invariant`."""
+    from levanter_infer import EngineConfig, InferenceEngine, Request, SamplingParams
+    from levanter_infer.bench import workload
+
+    sizes, rng = workload.SHAPES[shape], np.random.default_rng(0)
+    config = EngineConfig(max_seqs=32, max_seq_len=1024, prefix_cache=False, numerics="batch_invariant")
+    engine = InferenceEngine(workload.random_model(sizes, "bfloat16"), config=config)
+    asked = []
+    for index in range(requests):
+        prompt = rng.integers(2, sizes["vocab"], int(rng.integers(1, 900))).tolist()
+        sampling = SamplingParams(max_tokens=int(rng.integers(1, 80)), temperature=0.8, seed=index, logprobs=0)
+        asked.append(Request(prompt_token_ids=prompt, sampling=sampling))
+
+    def found(requests) -> list:
+        done = [output.completions[0] for output in engine.generate(requests)]
+        return [(each.token_ids, np.asarray(each.logprobs, np.float32).tobytes()) for each in done]
+
+    alone = [found([request])[0] for request in asked]
+    differing = 0
+    for _ in range(2):
+        order = rng.permutation(len(asked))
+        together = found([asked[place] for place in order])
+        differing += sum(together[index] != alone[place] for index, place in enumerate(order))
+    tokens = sum(len(tokens) for tokens, _ in alone)
+    case = dict(shape=shape, requests=requests, tokens=tokens, comparisons=2 * requests, differing=differing)
+    print(json.dumps({"check": "invariant", "good": differing == 0, **case}), flush=True)
+    return differing
+
+
 def _keeps(logits: np.ndarray, threshold, top_k, top_p) -> bool:
     """Whether a threshold is that of a sort, where the masses of top_p may be off by rounding."""
     ordered = np.sort(logits)[::-1]
@@ -204,11 +236,16 @@ def main() -> int:
     parser.add_argument("--parity", action="store_true", help="only this")
     parser.add_argument("--speed", action="store_true", help="only this")
     parser.add_argument("--sampling", action="store_true", help="only this")
+    parser.add_argument("--invariant", action="store_true", help="only this")
+    parser.add_argument("--shape", default="S", help="of --invariant: a shape of the benchmarks")
+    parser.add_argument("--requests", default=100, type=int, help="of --invariant")
     parser.add_argument("--impl", default="gpu,xla", help="whose speed; default gpu,xla")
     parser.add_argument("--tile", default="", help="fields of rpa_gpu.Tile for both lanes, name=value,…")
     args = parser.parse_args()
     if jax.default_backend() != "gpu":
         raise SystemExit(f"JAX runs on {jax.default_backend()} here; this needs an NVIDIA GPU and jax with CUDA")
+    if args.invariant:
+        return 1 if invariant(args.shape, args.requests) else 0
     if args.sampling:
         sizes = [(rows, vocab) for rows in (1, 8, 64, 256) for vocab in (32_000, 128_256, 151_936, 262_144)]
         return 1 if sampling(sizes) else 0

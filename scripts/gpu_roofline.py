@@ -51,6 +51,7 @@ def main() -> int:
     parser.add_argument("--output", default=128, type=int)
     parser.add_argument("--repeats", default=3, type=int)
     parser.add_argument("--backend", default="auto", help="engine.attention and engine.matmul")
+    parser.add_argument("--numerics", default="default", help="engine.numerics")
     parser.add_argument("--megabytes", default=2048, type=int, help="size of the copied array")
     parser.add_argument("--matmul", default=8192, type=int, help="side of the matrices of the matmul that is measured")
     parser.add_argument("--vllm", help="Python of an environment with vLLM")
@@ -63,7 +64,7 @@ def main() -> int:
         print(json.dumps({"bench": "gpu_roofline", **fields, **about}), flush=True)
 
     copy, peak = copy_rate(args.megabytes << 20), matmul_rate(args.matmul)
-    emit(check="device", copy_gb_s=round(copy / 1e9, 1), bf16_tflop_s=round(peak / 1e12, 1))
+    emit(check="device", numerics=args.numerics, copy_gb_s=round(copy / 1e9, 1), bf16_tflop_s=round(peak / 1e12, 1))
     model = workload.random_model(sizes, "bfloat16")
     for batch in args.batch:
         engine = engine_for(model, args, batch, args.prompt)
@@ -130,9 +131,8 @@ def matmul_rate(side: int) -> float:
 
 def engine_for(model, args, batch: int, prompt: int) -> InferenceEngine:
     longest = workload.round_up(prompt + args.output + 2, 16)
-    config = EngineConfig(
-        max_seqs=batch, max_seq_len=longest, prefix_cache=False, attention=args.backend, matmul=args.backend
-    )
+    kernels = dict(attention=args.backend, matmul=args.backend, numerics=args.numerics)
+    config = EngineConfig(max_seqs=batch, max_seq_len=longest, prefix_cache=False, **kernels)
     return InferenceEngine(model, config=config)
 
 

@@ -51,6 +51,7 @@ class Tile:
 
 _FEW_ROWS = {
     16: ((16_384, Tile(16, 64, 256, warps=2, stages=3)), (0, Tile(16, 32, 512, warps=2, stages=3))),
+    32: ((16_384, Tile(32, 64, 128, warps=2, stages=3)), (0, Tile(32, 32, 512, warps=2, stages=3))),
     64: (
         (16_384, Tile(64, 64, 128, warps=4, stages=3)),
         (6_144, Tile(64, 64, 128, warps=4, stages=4)),
@@ -73,8 +74,7 @@ def tile_of(num_rows: int, num_ins: int, num_outs: int, shared_memory: int) -> T
         shared_memory: bytes of it that a program can have.
     """
     if num_rows <= 64:
-        tile = next(tile for least, tile in _FEW_ROWS[16 if num_rows <= 16 else 64] if num_outs >= least)
-        tile = dataclasses.replace(tile, rows=max(16, _power_of_two(num_rows)))
+        tile = next(tile for least, tile in _FEW_ROWS[max(16, _power_of_two(num_rows))] if num_outs >= least)
     else:
         fitting = (tile for tile in _MANY_ROWS if 3 * _stage_bytes(tile) <= shared_memory)
         tile = next(
