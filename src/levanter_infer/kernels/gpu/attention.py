@@ -102,7 +102,7 @@ def lanes(
         rows=min(rows, _side(heads_per_kv_head)),
         keys=keys,
         warps=2 if fills and warps == 4 else warps,
-        stages=min(stages, 2) if dim <= 128 else stages,  # more programs on a multiprocessor, which hide as much
+        stages=stages,
         decodes=True,
         splits=min(most, _power_of_two(-(-max_tokens // least))),
         min_turns=max(1, least // keys),

@@ -51,7 +51,11 @@ class Tile:
 
 _FEW_ROWS = {
     16: ((16_384, Tile(16, 64, 256, warps=2, stages=3)), (0, Tile(16, 32, 512, warps=2, stages=3))),
-    32: ((16_384, Tile(32, 64, 128, warps=2, stages=3)), (0, Tile(32, 32, 512, warps=2, stages=3))),
+    32: (
+        (16_384, Tile(32, 64, 128, warps=2, stages=3)),
+        (6_144, Tile(32, 32, 128, warps=2, stages=4)),
+        (0, Tile(32, 32, 512, warps=2, stages=3)),
+    ),
     64: (
         (16_384, Tile(64, 64, 128, warps=4, stages=3)),
         (6_144, Tile(64, 64, 128, warps=4, stages=4)),
