@@ -18,7 +18,7 @@ def main() -> None:
     from jax.experimental import topologies
     from jax.sharding import SingleDeviceSharding
 
-    from tests.kernels.ragged import attend
+    from tests.kernels.ragged import attend, lowering_for_gpu
 
     def failure(target: str, head_dim: int, dtype: str, **rules) -> str | None:
         topology = topologies.get_topology_desc("cuda", platform="cuda", topology="1x1x1", target_config=target)
@@ -35,8 +35,10 @@ def main() -> None:
             sinks=on_device((8,), jnp.float32),
         )
         try:
-            traced = jax.jit(functools.partial(attend, scale=0.1, impl="gpu", **rules)).trace(**arrays)
-            traced.lower(lowering_platforms=("cuda",)).compile()
+            with lowering_for_gpu():
+                traced = jax.jit(functools.partial(attend, scale=0.1, impl="gpu", **rules)).trace(**arrays)
+                lowered = traced.lower(lowering_platforms=("cuda",))
+            lowered.compile()
         except Exception as error:  # what the compiler says is the result
             return " ".join(str(error).split())[:300]
         return None

@@ -1,5 +1,6 @@
 """Random ragged batches over a shuffled, poisoned pool, and their attention computed from contiguous K/V in numpy."""
 
+import contextlib
 from dataclasses import dataclass
 
 import jax
@@ -53,9 +54,12 @@ def attend(*, impl: str, isa=None, tiles=None, rows_apart=None, **arguments):
     return backend.attend(attention_call(**arguments, backend=backend))
 
 
-def lowers_for_gpu() -> bool:
-    """Whether programs can be lowered for a GPU here: without one, jax 0.11 does not lower Triton."""
-    return jax.default_backend() == "gpu" or jax.__version_info__ < (0, 11)
+def lowering_for_gpu(kind: str = "NVIDIA H200"):
+    """A context in which programs are lowered for a GPU that is not there: jax 0.11 asks which one it is."""
+    if jax.default_backend() == "gpu" or jax.__version_info__ < (0, 11):
+        return contextlib.nullcontext()
+    device = jax.sharding.AbstractDevice(kind, None, "cuda")
+    return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device))
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from levanter_infer.kernels.gpu import attention as rpa_gpu
-from tests.kernels.ragged import RUNS_HERE, Sizes, attend, bits, dense_attention, lowers_for_gpu, make_ragged
+from tests.kernels.ragged import RUNS_HERE, Sizes, attend, bits, dense_attention, lowering_for_gpu, make_ragged
 
 ROOT = Path(__file__).resolve().parents[2]
 GPU = RUNS_HERE[-1]
@@ -168,7 +168,6 @@ def _stripes(q_pos, kv_pos, head):
     return ((kv_pos + head) % 3 != 1) & (q_pos % 4 != 2)
 
 
-@pytest.mark.skipif(not lowers_for_gpu(), reason="jax 0.11 lowers Triton for GPUs that are there")
 @pytest.mark.parametrize(
     "sizes, options",
     [
@@ -200,8 +199,9 @@ def test_every_option_is_lowered_for_a_gpu(sizes, options):
     if options.pop("window", False):
         arrays["sliding_window"] = jnp.int32(100)
     static = dict(scale=0.1, kv_dtype=jnp.dtype(sizes.dtype), value_dim=sizes.value_dim, impl="gpu", **options)
-    traced = jax.jit(lambda arrays: attend(**arrays, **static)).trace(arrays)
-    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    with lowering_for_gpu():
+        traced = jax.jit(lambda arrays: attend(**arrays, **static)).trace(arrays)
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
     is_apart = options.get("rows_apart", False)
     least = rpa_gpu.MIN_FIXED_SPLIT_TOKENS if is_apart else rpa_gpu.least_split(sizes.rows * sizes.kv_heads)
     splits = sizes.max_pages * sizes.page_size > least

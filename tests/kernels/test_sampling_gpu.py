@@ -20,7 +20,7 @@ from levanter_infer.layers.shard_axis import REPLICATED, ShardAxis, Vocabulary
 from levanter_infer.runtime import gpu_compiler
 from tests.decode.sampling_oracle import table_of
 from tests.jaxprs import equations
-from tests.kernels.ragged import lowers_for_gpu
+from tests.kernels.ragged import lowering_for_gpu
 from tests.kernels.test_sampling_tpu import (
     CASES,
     ROWS,
@@ -222,10 +222,10 @@ def lowered(rows: int, vocab: int, device=None):
 
     rules = DrawRules(*(array((rows,), dtype) for dtype in (f32, f32, f32, i32, f32, i32)))
     key = DrawKey(array((rows, 2), jnp.uint32), array((rows,), i32), array((rows,), i32))
-    return jax.jit(sampled).trace(array((rows, vocab), f32), rules, key).lower(lowering_platforms=("cuda",))
+    with lowering_for_gpu():
+        return jax.jit(sampled).trace(array((rows, vocab), f32), rules, key).lower(lowering_platforms=("cuda",))
 
 
-@pytest.mark.skipif(not lowers_for_gpu(), reason="jax 0.11 lowers Triton for GPUs that are there")
 @pytest.mark.parametrize("vocab", [32_000, 262_144])
 def test_kernels_lower_for_a_gpu(vocab):
     assert lowered(8, vocab).as_text().count("__gpu$xla.gpu.triton") == 4

@@ -60,12 +60,12 @@ TPUS = {
     "v6e": Chip("tpu", "TPU v6e", int(31.25 * _GIB), 1640, 918, 180, 1.0),
 }
 GPUS = {
-    "a100-40": Chip("gpu", "A100 40GB", int(40e9 * _GPU_POOL), 1555, 312, 300, 3.0, "8.0"),
-    "a100": Chip("gpu", "A100 80GB", int(80e9 * _GPU_POOL), 2039, 312, 300, 3.0, "8.0"),
-    "l4": Chip("gpu", "L4", int(24e9 * _GPU_POOL), 300, 121, 32, 5.0, "8.9"),
-    "h100": Chip("gpu", "H100 SXM", int(80e9 * _GPU_POOL), 3350, 989, 450, 3.0, "9.0"),
-    "h200": Chip("gpu", "H200", int(141e9 * _GPU_POOL), 4800, 989, 450, 3.0, "9.0"),
-    "b200": Chip("gpu", "B200", int(180e9 * _GPU_POOL), 8000, 2250, 900, 3.0, "10.0"),
+    "a100-40": Chip("gpu", "NVIDIA A100 40GB", int(40e9 * _GPU_POOL), 1555, 312, 300, 3.0, "8.0"),
+    "a100": Chip("gpu", "NVIDIA A100 80GB", int(80e9 * _GPU_POOL), 2039, 312, 300, 3.0, "8.0"),
+    "l4": Chip("gpu", "NVIDIA L4", int(24e9 * _GPU_POOL), 300, 121, 32, 5.0, "8.9"),
+    "h100": Chip("gpu", "NVIDIA H100 SXM", int(80e9 * _GPU_POOL), 3350, 989, 450, 3.0, "9.0"),
+    "h200": Chip("gpu", "NVIDIA H200", int(141e9 * _GPU_POOL), 4800, 989, 450, 3.0, "9.0"),
+    "b200": Chip("gpu", "NVIDIA B200", int(180e9 * _GPU_POOL), 8000, 2250, 900, 3.0, "10.0"),
 }
 
 
