@@ -4,11 +4,13 @@
 # docs/benchmarks/gpu.md. Further arguments choose stages; without them all run, in this order:
 #   parity    the compiled attention kernel against the reference
 #   sampling  the kernels that sample against XLA's code and a sort, and their µs
+#   invariant requests alone and in batches, bit by bit
 #   speed     its µs, GB/s and share of the memory's speed
 #   tests     the kernels' tests, compiled, and the engine's
 #   roofline  copy bandwidth, bfloat16 peak, decode and prefill of an 8B as shares of them, launches of a step from a
 #             profile, and vLLM beside it where $VLLM_PYTHON is the Python of an environment that has it
-#   graphs    the same with XLA's own choice of CUDA graphs, without any, and with the loop over layers unrolled in them
+#   graphs    the same without CUDA graphs
+#   tiles     the fastest tiles of matmuls and attention beside those that the kernels choose
 #   benches   attention and throughput of shape M, with the kernels and with XLA
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -30,6 +32,9 @@ if wanted parity; then "$python" scripts/gpu_check.py --parity | tee "$results/p
 if wanted sampling && [[ $engine == 1 ]]; then
   "$python" scripts/gpu_check.py --sampling | tee "$results/sampling.jsonl" || failed=1
 fi
+if wanted invariant && [[ $engine == 1 ]]; then
+  "$python" scripts/gpu_check.py --invariant | tee "$results/invariant.jsonl" || failed=1
+fi
 if wanted speed; then "$python" scripts/gpu_check.py --speed | tee "$results/speed.jsonl" || failed=1; fi
 if wanted tests && has pytest; then
   tests=(tests/kernels/test_ragged_paged_attention.py tests/kernels/test_rpa_gpu.py tests/kernels/test_linear_gpu.py
@@ -42,10 +47,13 @@ if wanted roofline && [[ $engine == 1 ]]; then
     | tee "$results/roofline.jsonl" || failed=1
 fi
 if wanted graphs && [[ $engine == 1 ]]; then
-  for variant in "xla --xla_gpu_enable_command_buffer=FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,CONDITIONAL" \
-    "none --xla_gpu_enable_command_buffer=" "unrolled --xla_gpu_command_buffer_unroll_loops=true"; do
-    XLA_FLAGS="${XLA_FLAGS:-} ${variant#* }" "$python" scripts/gpu_roofline.py "${roofline[@]}" \
-      | tee "$results/roofline-graphs-${variant%% *}.jsonl" || failed=1
+  XLA_FLAGS="${XLA_FLAGS:-} --xla_gpu_enable_command_buffer=" "$python" scripts/gpu_roofline.py "${roofline[@]}" \
+    | tee "$results/roofline-no-graphs.jsonl" || failed=1
+fi
+if wanted tiles; then
+  "$python" scripts/gpu_tiles.py matmul --rows 1,32,64,256,2048 | tee "$results/tiles-matmul.jsonl" || failed=1
+  for lane in decode prefill; do
+    "$python" scripts/gpu_tiles.py "$lane" | tee "$results/tiles-$lane.jsonl" || failed=1
   done
 fi
 if wanted benches && [[ $engine == 1 ]]; then
