@@ -41,9 +41,14 @@ MATMULS = {
     "down": (MLP, (HIDDEN,)),
 }
 """Inputs, and outputs of each matrix."""
-SHARED_MEMORY = linear.shared_memory(9.0)
 LEAST_BYTES = 400 << 20
 """Of the weights that are read in turn, so that none comes from a cache."""
+
+
+@functools.cache
+def shared_memory() -> int:
+    """Bytes of it that a program can have on this GPU."""
+    return linear.shared_memory(float(jax.devices()[0].compute_capability))
 
 
 class Case(NamedTuple):
@@ -96,7 +101,7 @@ def timed_matmul(tile: linear.Tile | None, *, calls: int, is_pair: bool) -> Call
                 residual=residual,
                 is_gated_pair=is_pair,
             )
-            return list(linear.stacked_matmul(call, shared_memory=SHARED_MEMORY))
+            return list(linear.stacked_matmul(call, shared_memory=shared_memory()))
 
         zeros = [jnp.zeros((x.shape[0], size), x.dtype) for size in outs[: 1 if is_pair else None]]
         with patched(linear, "tile_of", (lambda *_: tile) if tile else linear.tile_of):
@@ -114,7 +119,7 @@ def matmul_tiles(count: int) -> Iterator[linear.Tile]:
         options = ((*side, *rest) for side, *rest in itertools.product(sides, [32, 64], [4, 8], [3, 4]))
     for rows, outs, ins, warps, stages in options:
         loaded = stages * (rows + outs) * ins * 2
-        if loaded > SHARED_MEMORY or rows * outs // warps > 64 * 128:
+        if loaded > shared_memory() or rows * outs // warps > 64 * 128:
             continue
         if count <= 64 and not 32 << 10 <= loaded <= 200 << 10:
             continue
@@ -183,7 +188,7 @@ def attention_tiles(decodes: bool, context: int) -> Iterator[dict[str, int]]:
         for keys, warps, stages, splits, least in itertools.product(
             [32, 64], [2, 4], [2, 3], [1, 2, 4, 8, 16, 32], [64, 128, 256, 512]
         ):
-            if least < keys or keys * stages * SIZE * 4 > SHARED_MEMORY or (splits == 1 and least > 64):
+            if least < keys or keys * stages * SIZE * 4 > shared_memory() or (splits == 1 and least > 64):
                 continue
             if splits > 1 and not 1 <= context / least <= 2 * splits:
                 continue
@@ -192,7 +197,7 @@ def attention_tiles(decodes: bool, context: int) -> Iterator[dict[str, int]]:
     for rows, keys, warps, stages, unmasks in itertools.product(
         [64, 128], [32, 64, 128], [4, 8], [2, 3], [True, False]
     ):
-        if keys * stages * SIZE * 4 + rows * SIZE * 2 <= SHARED_MEMORY:
+        if keys * stages * SIZE * 4 + rows * SIZE * 2 <= shared_memory():
             yield dict(rows=rows, keys=keys, warps=warps, stages=stages, unmasks=unmasks)
 
 
@@ -225,9 +230,9 @@ def search(case: Case, limit: float, pool: concurrent.futures.Executor, show: in
     tiles = [None, *random.Random(0).sample(case.candidates, len(case.candidates))]
     end, found, errors = time.monotonic() + limit, {}, 0
     ahead: dict[int, concurrent.futures.Future] = {}
-    started = 0
+    started, workers = 0, 2 * (os.cpu_count() or 1)
     for place, tile in enumerate(tiles):
-        while started < len(tiles) and started - place < 2 * (os.cpu_count() or 1) and time.monotonic() < end:
+        while started < min(len(tiles), place + workers) and (started == 0 or time.monotonic() < end):
             lowered = jax.jit(case.build(tiles[started])).lower(*case.arguments)
             ahead[started] = pool.submit(lowered.compile)
             started += 1

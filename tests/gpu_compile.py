@@ -44,7 +44,7 @@ def main() -> None:
     jax.devices()  # makes the plugin known
     topology = topologies.get_topology_desc("cuda", platform="cuda", topology="1x1x1", target_config=TARGET)
 
-    config = EngineConfig(max_seqs=8, max_seq_len=512, max_pages=32768, max_step_tokens=64)
+    config = EngineConfig(max_seqs=8, max_seq_len=512, max_pages=32768, max_step_tokens=512)
     model = tiny_model(dtype="bfloat16", hidden_size=256, num_attention_heads=4, num_key_value_heads=2, head_dim=128)
     layout = Layout.of(None, model.config, topology.devices[0])
     backend = BackendChoice.of("gpu", layout, matmul="gpu", attention="gpu")

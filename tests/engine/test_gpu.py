@@ -18,7 +18,7 @@ from levanter_infer import EngineConfig, InferenceEngine, Request, SamplingParam
 from levanter_infer.axes import POSITION
 from levanter_infer.decode.programs import ProgramOptions, Programs
 from levanter_infer.engine.backend_choice import BackendChoice
-from levanter_infer.engine.runner import empty_admission
+from levanter_infer.engine.runner import empty_admission, shapes_for
 from levanter_infer.engine.sizes import resolve_shapes
 from levanter_infer.layers.attention import AttentionSpec
 from levanter_infer.layers.layout import Layout, one_device_mesh
@@ -72,6 +72,26 @@ def test_a_gpu_stores_floats_and_samples_all_rows_at_once():
     assert backend.adapt(resolve_shapes(CONFIG, tiny_model(), 1)).sampled_rows is None
 
 
+@pytest.mark.parametrize("capability, bytes_", [("9.0", 227 << 10), ("8.6", 99 << 10)])
+def test_the_shared_memory_is_that_of_the_device(capability, bytes_):
+    config = EngineConfig(numerics="batch_invariant")
+    model, device = tiny_model(dtype="bfloat16"), gpu(capability)
+    backend = BackendChoice.choose(config, model, has_mods=False, mesh=one_device_mesh(), device=device)
+    assert (backend.matmul_backend.shared_memory, backend.matmul_backend.is_apart) == (bytes_, True)
+
+
+def test_steps_of_a_gpu_are_large_and_have_a_bucket_for_short_prompts():
+    def shapes(**config):
+        config, model = EngineConfig(**config), tiny_model(dtype="bfloat16")
+        backend = BackendChoice.choose(config, model, has_mods=False, mesh=one_device_mesh(), device=gpu())
+        return shapes_for(config, model, backend, num_eos=1, is_loaded=True)
+
+    assert shapes(max_seq_len=100).buckets == (8, 64, 256, 2048)
+    assert shapes(max_seqs=2, max_seq_len=50).max_step_tokens == 256
+    assert shapes(max_seq_len=100, max_step_tokens=100).buckets == (8, 64, 100)
+    assert shapes(max_seqs=512, max_seq_len=100).buckets == (8, 512, 2048)
+
+
 @pytest.mark.skipif(jax.default_backend() == "gpu", reason="of other platforms")
 @pytest.mark.parametrize("key", ["attention", "matmul"])
 def test_other_platforms_refuse_it(key):
@@ -101,7 +121,7 @@ def test_the_round_program_is_lowered_for_a_gpu():
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_log_probabilities_are_those_of_the_plain_forward(monkeypatch, dtype):
-    """In float32 to the last bits, with XLA's matmuls; in bfloat16 as near to them as the plain forward comes."""
+    """In float32 to 1e-5, with XLA's matmuls; in bfloat16 about as near to them as the plain forward comes."""
     model = tiny_model(dtype=dtype, num_hidden_layers=1)
     exact_model = jax.tree.map(lambda a: a.astype(jnp.float32) if eqx.is_inexact_array(a) else a, model)
     kernels = "gpu" if jax.default_backend() == "gpu" else "gpu_interpret"
@@ -128,7 +148,8 @@ def test_log_probabilities_are_those_of_the_plain_forward(monkeypatch, dtype):
     if dtype == "float32":
         np.testing.assert_allclose(errors, 0, atol=1e-5)
     else:
-        assert np.median(np.abs(errors)) < 1.5 * np.median(np.abs(of_plain))
+        for share in (0.5, 0.9):
+            assert np.quantile(np.abs(errors), share) < 2 * np.quantile(np.abs(of_plain), share)
 
 
 def test_the_round_program_compiles_for_an_h200_without_copies_of_the_pool():

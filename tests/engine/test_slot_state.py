@@ -154,7 +154,7 @@ def test_the_pure_function_forks_and_samples(name):
     [
         pytest.param([3, 7], [(3, 3), (1, 1)], marks=pytest.mark.slow),  # Granite 4: Mamba-2 between attention
         pytest.param([1, 2, 5, 7], [(1, 2, 1), (2, 1, 1)], marks=pytest.mark.slow),  # it does not repeat
-        ([2, 5, 6], [(2, 2, 1), (1, 2, 0)]),
+        pytest.param([2, 5, 6], [(2, 2, 1), (1, 2, 0)], marks=pytest.mark.slow),
     ],
 )
 def test_equal_neighbours_that_share_a_body_are_all_computed(monkeypatch, attends, counts):
@@ -169,6 +169,7 @@ def test_equal_neighbours_that_share_a_body_are_all_computed(monkeypatch, attend
     assert list(output.completions[0].token_ids) == uncached_greedy(model, text(20), 8)
 
 
+@pytest.mark.slow
 def test_layers_without_a_mixer_or_a_feed_forward_block_are_served():
     """Nemotron-H, in a pattern that repeats too little: bodies that some trips skip."""
     case = load_case("nemotron_h_dense")

@@ -111,6 +111,7 @@ def test_a_prompt_seen_once_does_not_push_out_what_is_shared():
     assert counted(engine, request(common + text(3, seed=99)))["prefix_hits"] == 8
 
 
+@pytest.mark.slow
 def test_one_snapshot_serves(engine):
     engine = shared_engine(state_snapshots=1)
     engine.reset()

@@ -22,6 +22,7 @@ def test_a_shape_that_no_table_knows_gets_tiles_that_compile():
     assert find_tiles(SHAPE, max_tokens=8) in list(candidates(SHAPE))
 
 
+@pytest.mark.slow
 @pytest.mark.tpu_compile
 def test_tiles_that_do_not_fit_are_refused_with_the_memory_that_is_short():
     pytest.importorskip("libtpu", reason="the TPU compiler comes with the extra `test`")

@@ -11,7 +11,7 @@ from levanter_infer.kernels.call import KvWrite, Rotation
 from levanter_infer.kernels.gpu.kv_write import rotate_and_write
 
 LAYERS, LAYER, NORM_LAYER, PAGES, PAGE_SIZE = 3, 1, 2, 5, 4
-TOKENS = 7
+TOKENS, QUERY_FACTOR = 7, 0.37
 
 
 def arrays(q_heads: int, kv_heads: int, head_dim: int, dtype: str) -> dict:
@@ -37,7 +37,7 @@ def arrays(q_heads: int, kv_heads: int, head_dim: int, dtype: str) -> dict:
 @functools.partial(jax.jit, static_argnames="has_norms", donate_argnames="pool")
 def run(*, pool, q, k, v, cos, sin, weights, dests, has_norms):
     norms = tuple((weight, eps) for weight, eps in zip(weights, (1e-6, 0.5), strict=True)) if has_norms else None
-    rotation = Rotation(cos, sin, norms, jnp.int32(NORM_LAYER) if has_norms else None)
+    rotation = Rotation(cos, sin, norms, jnp.int32(NORM_LAYER) if has_norms else None, QUERY_FACTOR)
     layer, page, offset = jnp.int32(LAYER), dests // PAGE_SIZE, dests % PAGE_SIZE
     write = KvWrite(k, v, layer, dests, page, offset, pool.dtype, q=q, rotation=rotation)
     return rotate_and_write(pool, write, interpret=jax.default_backend() != "gpu")
@@ -58,7 +58,7 @@ def expected(given: dict, has_norms: bool) -> tuple[np.ndarray, np.ndarray]:
         if dest < PAGES * PAGE_SIZE:
             pool[LAYER, dest // PAGE_SIZE, dest % PAGE_SIZE, ::2] = k[token]
             pool[LAYER, dest // PAGE_SIZE, dest % PAGE_SIZE, 1::2] = np.asarray(given["v"], np.float64)[token]
-    return q, pool
+    return q * QUERY_FACTOR, pool
 
 
 @pytest.mark.parametrize("has_norms", [False, True], ids=["plain", "norms"])

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 
 from levanter_infer.kernels.call import LinearCall
-from levanter_infer.kernels.gpu.linear import gated, norm_rows, normed, stacked_matmul
+from levanter_infer.kernels.gpu.linear import gated, norm_rows, normed, shared_memory, stacked_matmul, tile_of
 
 LAYERS, LAYER = 3, 1
 
@@ -100,6 +101,21 @@ def test_a_norm_of_its_own_equals_jnp():
     np.testing.assert_allclose(
         np.asarray(found, np.float32), np.asarray(normed(x, weights[LAYER], 1e-5), np.float32), rtol=1e-2
     )
+
+
+@pytest.mark.parametrize("capability, bytes_", [(8.0, 163 << 10), (8.6, 99 << 10), (9.0, 227 << 10), (12.0, 99 << 10)])
+def test_tiles_fit_into_shared_memory_and_divide_the_inputs(capability, bytes_):
+    assert shared_memory(capability) == bytes_
+    for rows, ins, outs in itertools.product((1, 17, 64, 100, 2048), (40, 576, 2880, 4096, 14336), (1, 4096, 28672)):
+        tile = tile_of(rows, ins, outs, bytes_)
+        assert 2 * tile.stages * (tile.rows + tile.outs) * tile.ins <= bytes_
+        assert tile.stages >= 2 and (ins % tile.ins == 0 or tile.ins == 64)
+        assert tile.rows <= max(16, 2 * rows)
+
+
+def test_few_programs_get_smaller_tiles():
+    sides = [(tile.rows, tile.outs) for tile in (tile_of(256, 4096, outs, 227 << 10) for outs in (4096, 6144, 28672))]
+    assert sides == [(64, 128), (128, 128), (128, 256)]
 
 
 def test_float32_is_refused():

@@ -74,7 +74,10 @@ def test_a_small_mixed_batch_equals_dense():
             marks=pytest.mark.slow,
         ),
         # As on v4, with query blocks before and behind the end of a KV block.
-        ("transposes_queries", False, Sizes(4, 2, 64, 32, tokens=16, rows=1, max_pages=6), (16, 150), 128),
+        pytest.param(
+            *("transposes_queries", False, Sizes(4, 2, 64, 32, tokens=16, rows=1, max_pages=6), (16, 150), 128),
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["adds-late", "transposes-in-each-matmul"],
 )  # fmt: skip

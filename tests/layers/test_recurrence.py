@@ -111,7 +111,9 @@ def test_a_block_of_equal_keys_stays_exact():
     np.testing.assert_allclose(recurrence.block(jnp.asarray(zeros), x)[1], by_hand(zeros, x)[1], atol=2e-5)
 
 
-@pytest.mark.parametrize(("delta", "by_channel"), [(True, False), (False, False), (True, True)])
+@pytest.mark.parametrize(
+    ("delta", "by_channel"), [pytest.param(True, False, marks=pytest.mark.slow), (False, False), (True, True)]
+)
 def test_a_scan_of_packed_rows_has_the_same_bits_wherever_steps_end(delta, by_channel):
     """A sequence of 23 tokens alone, and in steps with others; in the plain form up to rounding."""
     x, other = (token_inputs(23, delta=delta, seed=seed, by_channel=by_channel) for seed in (0, 5))

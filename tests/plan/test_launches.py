@@ -137,16 +137,17 @@ def test_a_missing_compiler_is_named(monkeypatch):
 
 
 @pytest.mark.skipif(gpu_compiler.why_missing() is not None, reason=f"needs {gpu_compiler.NEEDS}")
-def test_the_round_for_an_h100_is_one_graph():
+def test_launches_of_a_round_for_an_h100():
     shape = json.loads((ROOT / "configs" / "shapes" / "llama-3.2-1b.json").read_text()) | {"num_hidden_layers": 3}
-    engine = {"max_seqs": 16, "max_seq_len": 512, "max_step_tokens": 64, "max_pages": 1024}
+    engine = {"max_seqs": 16, "max_seq_len": 512, "max_step_tokens": 512, "max_pages": 1024}
     program = compile_programs(EngineSpec("h100", shape, "bfloat16", engine, {"model": 1}), timeout_s=300)[0]
     assert program.error is None and program.no_budget is None
     for each in program.launches:
-        assert (each.host_launches, each.host_conditions) == (0, 0)
+        assert each.host_conditions <= 24
         assert each.kernels["matmuls"] == 3 * 4 + 1
-        # Norms are in the matmuls where there are few rows.
-        assert each.layer_kernels <= (12 if each.has_chunks else 10)
+        assert each.kernels["KV write"] == 3
+        # Four matmuls, two norms, the write, the counter; attention in one lane, or in two with a launch for splits.
+        assert each.layer_kernels <= (11 if each.has_chunks else 10)
     sampling = {each.sampled: each.kernels["sampling"] for each in program.launches}
     assert sampling["top_p"] == sampling["top_k"] == sampling["temperature"] <= sampling["greedy"] + 8  # no sort
     assert sampling["penalties"] > sampling["top_p"]

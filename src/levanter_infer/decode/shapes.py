@@ -115,6 +115,8 @@ class Shapes:
     """Rows that are sampled together; None: all. Few suit a CPU: sampling is compiled once, for a shape that suits one
     sequence and, a few rows after another, any number; it is batch-invariant because the shape is fixed. Where a loop
     costs more than its rows (a GPU asks its host whether to continue), all are better."""
+    mixed_tokens: int | None = None
+    """Capacity of one more bucket, where it is between that of decoding and the largest (`Platform.mixed_tokens`)."""
     block_tokens: int | None = None
     """Tokens that the forward computes at a time, and rows that the head does (`decode.blocks`): always as many, and by
     the same code. None: all of a step, in the smallest bucket that holds them."""
@@ -135,12 +137,16 @@ class Shapes:
 
     @property
     def buckets(self) -> tuple[int, ...]:
-        """Token capacities of a step: a lone decode, all sequences decode, a full prompt chunk; ascending, 1 to 3. One
-        where the forward computes blocks, a multiple of theirs."""
+        """Token capacities of a step: a lone decode, all sequences decode, a short prompt beside them
+        (`mixed_tokens`), a full prompt chunk; ascending, 1 to 4. One where the forward computes blocks, a multiple of
+        theirs."""
         if self.block_tokens is not None:
             return (-(-max(self.max_rows, self.max_step_tokens) // self.block_tokens) * self.block_tokens,)
         lone = MIN_ROWS if self.max_seqs <= 4 * MIN_ROWS else 2 * MIN_ROWS
-        return tuple(sorted({lone, max(lone, self.max_rows), max(lone, self.max_rows, self.max_step_tokens)}))
+        decode = max(lone, self.max_rows)
+        largest = max(decode, self.max_step_tokens)
+        mixed = decode if self.mixed_tokens is None else min(max(decode, self.mixed_tokens), largest)
+        return tuple(sorted({lone, decode, mixed, largest}))
 
     @property
     def forward_tokens(self) -> tuple[int, ...]:

@@ -288,7 +288,10 @@ class BackendChoice:
     def adapt(self, shapes: Shapes) -> Shapes:
         """The sizes as the device runs them fastest, or as `engine.numerics` asks for."""
         return dataclasses.replace(
-            shapes, sampled_rows=self.platform.sampled_rows, block_tokens=self.matmul_backend.block_tokens
+            shapes,
+            sampled_rows=self.platform.sampled_rows,
+            mixed_tokens=self.platform.mixed_tokens,
+            block_tokens=self.matmul_backend.block_tokens,
         )
 
 

@@ -53,6 +53,8 @@ class Platform:
     step_tokens: int = 256
     """Tokens of a step for which the devices need not wait for the weights, as far as is known: the default of
     `engine.max_step_tokens` follows from it."""
+    mixed_tokens: int | None = None
+    """Capacity of a bucket for steps of decode tokens and a short prompt, below the largest; None: there is none."""
     shares_memory: bool = False
     """Whether all devices of a process, and the compiler, use the same memory."""
 

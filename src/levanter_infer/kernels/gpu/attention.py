@@ -5,8 +5,9 @@ query block for one kv head: the query heads of the kv head and the queries of t
 least 16 of them because the tensor cores need so many. There are two lanes. In the prefill lane, rows with two or more
 queries, a program reads all keys that its queries see. In the decode lane a row has one query, so that few programs
 would read long histories; they are cut into splits (flash decoding), whose m, l and acc a second kernel combines. The
-splits depend on the sequence's own length alone, so the bits of a row do not depend on batch composition. A step of few
-tokens has one lane, whose splits are those of the decode lane. With `numerics: batch_invariant` one lane computes all
+splits depend on the sequence's own length alone, so the bits of a decode token do not depend on batch composition. A
+step of few tokens has one lane, whose splits are those of the decode lane; the bits of a chunk depend on which lane
+computes it. With `numerics: batch_invariant` one lane computes all
 tokens too, and its splits begin at fixed positions.
 
 Latents, whose first numbers are values too, are loaded in two parts, these and the rotated rest: powers of two, as a
@@ -66,9 +67,11 @@ class Tile:
         return self.decodes or self.least_queries == 1
 
 
-MAX_SPLITS = 32
+MAX_SPLITS, MOST_ROWS_SPLITS = 32, 8
+"""Most splits of a history, with few rows and with many."""
 _SPLIT_PROGRAMS = 4096
-"""Programs of the decode lane, as far as more splits of each row make them; those without work cost too."""
+"""Programs of the decode lane, as far as more splits of each row make them; those without work cost too. With many rows
+there are more, so that a long history that is left alone at the end of a batch is read by several programs."""
 FIXED_SPLITS, MIN_FIXED_SPLIT_TOKENS = 16, 512
 """Most splits, and fewest keys of one, where splits begin at fixed positions: partial results are stored for each token
 of a prompt chunk too."""
@@ -81,27 +84,28 @@ smallest of these GPUs, and little enough that several programs run on one multi
 
 
 def lanes(
-    *, heads_per_kv_head: int, head_dim: int, itemsize: int, max_tokens: int, num_programs: int
+    *, heads_per_kv_head: int, head_dim: int, itemsize: int, max_tokens: int, num_rows: int, kv_heads: int
 ) -> tuple[Tile, Tile]:
     """The tiles of the decode lane and of the prefill lane, by times on an H200 (`scripts/gpu_tiles.py`).
 
     Args:
         itemsize: bytes per element of the matmuls' operands.
         max_tokens: tokens of the longest history.
-        num_programs: those of the decode lane without splits, one for each row and kv head.
+        num_rows: rows of the step, those that are not in use included.
     """
     dim = _side(head_dim)
     keys = max(16, min(64, _TURN_BYTES // (2 * dim * itemsize)))
     # 64 queries of more than 512 bytes do not fit into shared memory beside a turn, nor their outputs into registers.
     warps, rows = 8 if dim > 128 else 4, 64 if dim * itemsize <= 512 else 32
     stages = max(1, min(3, 3 * _TURN_BYTES // (2 * keys * dim * itemsize)))
-    fills = num_programs >= 256
-    least = least_split(num_programs)
-    most = max(2, min(MAX_SPLITS, _SPLIT_PROGRAMS // _power_of_two(num_programs)))
+    decode_rows = min(rows, _side(heads_per_kv_head))
+    num_programs = num_rows * kv_heads * -(-heads_per_kv_head // decode_rows)  # without splits
+    fills, least = num_programs >= 256, least_split(num_programs)
+    most = max(MOST_ROWS_SPLITS, min(MAX_SPLITS, _SPLIT_PROGRAMS // _power_of_two(num_programs)))
     decode = Tile(
-        rows=min(rows, _side(heads_per_kv_head)),
+        rows=decode_rows,
         keys=keys,
-        warps=2 if fills and warps == 4 else warps,
+        warps=2 if fills and warps == 4 and decode_rows == 16 else warps,
         stages=stages,
         decodes=True,
         splits=min(most, _power_of_two(-(-max_tokens // least))),
@@ -144,7 +148,8 @@ def gpu_attention(call: AttentionCall, *, invariant: bool = False, interpret: bo
         head_dim=call.out_shape[2],
         itemsize=_operand_dtype(call).itemsize,
         max_tokens=max_tokens,
-        num_programs=call.num_rows * call.kv_heads,
+        num_rows=call.num_rows,
+        kv_heads=call.kv_heads,
     )
     if invariant:
         width = max(MIN_FIXED_SPLIT_TOKENS, _power_of_two(-(-max_tokens // FIXED_SPLITS)))

@@ -16,7 +16,7 @@ from levanter_infer.kernels.gpu.logits import logit_stats
 from levanter_infer.kernels.rules import ScoreRules
 from levanter_infer.kernels.xla.backend import XlaBackend
 
-GPU = Platform("gpu", step_tokens=2048)
+GPU = Platform("gpu", step_tokens=2048, mixed_tokens=256)
 
 
 @dataclass(frozen=True)
