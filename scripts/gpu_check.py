@@ -171,9 +171,9 @@ def sampling(sizes: list[tuple[int, int]], repeats: int = 5) -> int:
         differ = int(np.sum(np.asarray(token) != np.asarray(wanted)))
         good = all(kept) and differ == 0 and bool(np.all(np.isfinite(np.asarray(logprob))))
         wrong += not good
-        micros = {name: _micros(call, arguments, repeats) for name, call in (("us", by_kernels), ("xla_us", by_xla))}
+        times = {name: micros(call, arguments, repeats) for name, call in (("us", by_kernels), ("xla_us", by_xla))}
         case = dict(rows=rows, vocab=vocab, differ=differ, thresholds=sum(kept))
-        print(json.dumps({"check": "sampling", "good": good, **case, **micros}), flush=True)
+        print(json.dumps({"check": "sampling", "good": good, **case, **times}), flush=True)
     return wrong
 
 
@@ -221,7 +221,7 @@ def _keeps(logits: np.ndarray, threshold, top_k, top_p) -> bool:
     return bool(threshold >= kth and before < top_p + 1e-5 and share[kept - 1] >= top_p - 1e-5)
 
 
-def _micros(call, arguments: tuple, repeats: int) -> float:
+def micros(call, arguments: tuple, repeats: int) -> float:
     jax.block_until_ready(call(*arguments))
     times = []
     for _ in range(repeats):

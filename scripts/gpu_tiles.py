@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "src"), str(ROOT)]
@@ -28,6 +29,7 @@ sys.path[:0] = [str(ROOT / "src"), str(ROOT)]
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
+from scripts.gpu_check import micros  # noqa: E402
 
 from levanter_infer.kernels.call import AttentionCall, LinearCall  # noqa: E402
 from levanter_infer.kernels.gpu import attention, linear  # noqa: E402
@@ -104,7 +106,7 @@ def timed_matmul(tile: linear.Tile | None, *, calls: int, is_pair: bool) -> Call
             return list(linear.stacked_matmul(call, shared_memory=shared_memory()))
 
         zeros = [jnp.zeros((x.shape[0], size), x.dtype) for size in outs[: 1 if is_pair else None]]
-        with patched(linear, "tile_of", (lambda *_: tile) if tile else linear.tile_of):
+        with mock.patch.object(linear, "tile_of", (lambda *_: tile) if tile else linear.tile_of):
             return jax.lax.fori_loop(0, calls, call, zeros)
 
     return run
@@ -177,7 +179,7 @@ def timed_attention(tile: dict[str, int] | None, *, calls: int, decodes: bool) -
             )
             return attention.gpu_attention(call)
 
-        with patched(attention, "lanes", lanes):
+        with mock.patch.object(attention, "lanes", lanes):
             return jax.lax.fori_loop(0, calls, call, jnp.zeros_like(q))
 
     return run
@@ -201,30 +203,6 @@ def attention_tiles(decodes: bool, context: int) -> Iterator[dict[str, int]]:
             yield dict(rows=rows, keys=keys, warps=warps, stages=stages, unmasks=unmasks)
 
 
-class patched:
-    """A module's name with another value, while functions are traced."""
-
-    def __init__(self, module, name: str, value):
-        self.module, self.name, self.value = module, name, value
-
-    def __enter__(self):
-        self.before = getattr(self.module, self.name)
-        setattr(self.module, self.name, self.value)
-
-    def __exit__(self, *_):
-        setattr(self.module, self.name, self.before)
-
-
-def micros(compiled, arguments: tuple, calls: int, repeats: int = 4) -> float:
-    jax.block_until_ready(compiled(*arguments))
-    times = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        jax.block_until_ready(compiled(*arguments))
-        times.append((time.perf_counter() - start) / calls)
-    return min(times) * 1e6
-
-
 def search(case: Case, limit: float, pool: concurrent.futures.Executor, show: int) -> None:
     """Times the kernel's own tile and as many candidates as `limit` seconds allow, in a random order."""
     tiles = [None, *random.Random(0).sample(case.candidates, len(case.candidates))]
@@ -240,7 +218,7 @@ def search(case: Case, limit: float, pool: concurrent.futures.Executor, show: in
             break
         try:
             compiled = ahead.pop(place).result()
-            found[place] = micros(compiled, case.arguments, case.calls)
+            found[place] = micros(compiled, case.arguments, repeats=4) / case.calls
         except Exception as error:  # too much shared memory, or too many registers: no candidate
             errors += 1
             if tile is None:

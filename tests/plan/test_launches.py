@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from levanter_infer.kernels.gpu import linear
 from levanter_infer.plan.compiled import NoCompiler, compile_programs, environment_for
 from levanter_infer.plan.launches import PARTS, step_launches
 from levanter_infer.plan.spec import EngineSpec
@@ -126,6 +127,7 @@ def test_every_gpu_of_a_plan_is_described():
     for chip in GPUS.values():
         text = gpu_compiler.describe(chip.kind, chip.compute_capability, chip.memory_bytes, chip.memory_gbps)
         assert f"memory_bandwidth: {int(chip.memory_gbps * 1e9)}\n" in text
+        assert f"optin: {linear.shared_memory(float(chip.compute_capability))}\n" in text  # as the kernels' tiles have
     with pytest.raises(ValueError, match="7.5 is not known here; expected 8.0"):
         gpu_compiler.describe("T4", "7.5", 1, 1)
 

@@ -140,10 +140,12 @@ class BackendChoice:
         return self._with_options(uses_vectors=False)
 
     def _configured(self, config: EngineConfig, weights, pages, device) -> "BackendChoice":
-        """The same with the options of its backends: instruction set and tiles. Args: the dtypes of weights, pages."""
-        options: dict = {"rows_apart": config.numerics == Numerics.BATCH_INVARIANT}
-        if "compute_capability" in self.matmul_backend.options | self.attention_backend.options:
-            options["compute_capability"] = getattr(device, "compute_capability", None)
+        """The same with the options of its backends: instruction set, tiles, what the device has. Args: the dtypes
+        of weights and pages, and the device."""
+        options: dict = {
+            "rows_apart": config.numerics == Numerics.BATCH_INVARIANT,
+            "compute_capability": getattr(device, "compute_capability", None),
+        }
         if "tiles" in self.attention_backend.options:
             options["tiles"] = config.tiles
         elif config.tiles is not None:

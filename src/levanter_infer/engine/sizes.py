@@ -9,7 +9,7 @@ from levanter_infer.cache.memory import PoolSizes
 from levanter_infer.decode.shapes import SamplingLimits, Shapes, WindowShape
 from levanter_infer.engine.config import EngineConfig
 from levanter_infer.engine.params import MAX_STOP_TOKENS, SamplingParams
-from levanter_infer.kernels.backend import Backend
+from levanter_infer.kernels.backend import Backend, Platform
 from levanter_infer.kernels.xla.backend import XLA
 from levanter_infer.models.config import DecoderConfig
 from levanter_infer.policies import AdmissionPolicy, PreemptionPolicy
@@ -102,7 +102,7 @@ def resolve_shapes(
     unread_bytes: int = 0,
     page_bytes_of: Callable[[DecoderConfig, int, jnp.dtype], dict[int | None, int]] = page_bytes,
     device_bytes: int | None = None,
-    step_tokens: int = 256,
+    step_tokens: int = Platform.step_tokens,
 ) -> Shapes:
     """The static sizes of an engine for `model`.
 
@@ -122,8 +122,8 @@ def resolve_shapes(
             f"engine.max_seq_len={max_seq_len}: the model has learnt {arch.position_limit} positions "
             f"(max_position_embeddings) and no others; set it to at most {arch.position_limit}"
         )
-    largest_step = max(256, min(step_tokens, config.max_seqs * max_seq_len))
-    max_step_tokens = config.max_step_tokens or max(largest_step, 4 * config.max_seqs)
+    useful = min(step_tokens, config.max_seqs * max_seq_len)
+    max_step_tokens = config.max_step_tokens or max(useful, Platform.step_tokens, 4 * config.max_seqs)
     wanted = config.max_seqs * -(-max_seq_len // page_size)
     dtype = kv_dtype(config, model)
     each = page_bytes_of(arch, page_size, dtype)

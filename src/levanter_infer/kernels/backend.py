@@ -245,13 +245,14 @@ class Backend(ABC):
         return None
 
     def configured(self, **options) -> "Backend":
-        """The same with those of `options` (fields of the configuration) that are for it."""
+        """The same with those of `options` (fields of the configuration, and what the engine knows of its device and
+        numerics) that are for it."""
         return self
 
     @property
     def compiler_options(self) -> Mapping[str, str | bool]:
         """XLA's options for a round whose matmuls and attention are all this backend's."""
-        return {}
+        return self.required_options
 
     @property
     def required_options(self) -> Mapping[str, str | bool]:

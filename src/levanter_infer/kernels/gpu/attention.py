@@ -7,8 +7,7 @@ queries, a program reads all keys that its queries see. In the decode lane a row
 would read long histories; they are cut into splits (flash decoding), whose m, l and acc a second kernel combines. The
 splits depend on the sequence's own length alone, so the bits of a decode token do not depend on batch composition. A
 step of few tokens has one lane, whose splits are those of the decode lane; the bits of a chunk depend on which lane
-computes it. With `numerics: batch_invariant` one lane computes all
-tokens too, and its splits begin at fixed positions.
+computes it. With `numerics: batch_invariant` one lane computes all tokens too, and its splits begin at fixed positions.
 
 Latents, whose first numbers are values too, are loaded in two parts, these and the rotated rest: powers of two, as a
 rule, and the first part serves both matmuls.
@@ -154,9 +153,8 @@ def gpu_attention(call: AttentionCall, *, invariant: bool = False, interpret: bo
     if invariant:
         width = max(MIN_FIXED_SPLIT_TOKENS, _power_of_two(-(-max_tokens // FIXED_SPLITS)))
         splits = dict(splits=_power_of_two(-(-max_tokens // width)), split_tokens=width)
-        # Bits do not depend on how many rows there may be either, as the warps of the decode lane do.
-        warps = 8 if _side(call.out_shape[2]) > 128 else 4
-        tile = dataclasses.replace(decode, decodes=False, least_queries=1, warps=warps, **splits)
+        # At least four warps: the decode lane has two where there may be many rows, and bits do not depend on that.
+        tile = dataclasses.replace(decode, decodes=False, least_queries=1, warps=max(decode.warps, 4), **splits)
         return _run(call, tile, None, interpret)
     if 1 < call.num_tokens <= ONE_LANE_TOKENS:
         return _run(call, dataclasses.replace(decode, decodes=False, least_queries=1), None, interpret)

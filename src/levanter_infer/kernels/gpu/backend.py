@@ -32,7 +32,6 @@ class GpuBackend(XlaBackend):
 
     name = "gpu"
     home = GPU
-    options = frozenset({"compute_capability"})
     kernels = frozenset({Work.MATMUL, Work.ATTENTION})
     fuses = frozenset(Fuse) - {Fuse.GATE}
     has_library = True
@@ -58,17 +57,14 @@ class GpuBackend(XlaBackend):
         )
 
     def configured(self, **options) -> "GpuBackend":
-        capability, is_apart = options.get("compute_capability"), options.get("rows_apart", self.is_apart)
-        own = self.shared_memory if capability is None else linear.shared_memory(float(capability))
-        return dataclasses.replace(self, is_apart=is_apart, shared_memory=own)
+        chosen, capability = super().configured(**options), options.get("compute_capability")
+        if capability is None:
+            return chosen
+        return dataclasses.replace(chosen, shared_memory=linear.shared_memory(float(capability)))
 
     def why_not_invariant(self, task: Task) -> str | None:
         """All matmuls are the kernel's, in one tile, and all of attention is in one lane."""
         return None
-
-    @property
-    def compiler_options(self) -> Mapping[str, str | bool]:
-        return self.required_options
 
     @property
     def required_options(self) -> Mapping[str, str | bool]:

@@ -138,13 +138,11 @@ def stacked_matmul(
                 f'matmul="gpu" takes bfloat16 or float16, not {call.x.dtype} times {weight.dtype}; use "xla"'
             )
     tile = tile_of(rows, ins, sum(weight.shape[1] for weight in weights), shared_memory)
+    x, layer = call.x, call.layer
     assert call.gate is None, "a gate is the layer's"
-    x = call.x
-    if call.norm is not None:
-        assert call.layer is not None
-        x = norm_rows(x, *call.norm, call.layer, interpret=interpret)
-    layer = call.layer
     assert layer is not None, "the weights are stacks of layers"
+    if call.norm is not None:
+        x = norm_rows(x, *call.norm, layer, interpret=interpret)
     groups = [tuple(weights)] if call.is_gated_pair else [(weight,) for weight in weights]
     if call.is_gated_pair:  # a program computes as much as of one weight
         tile = dataclasses.replace(tile, outs=max(tile.outs // 2, 16))
@@ -240,12 +238,10 @@ def _matmul(inputs: _Inputs, groups, *out_refs, tile: Tile, first_parts: tuple[i
 
         def exists(index: Array, size: int, whole: int, in_range: Array) -> Array | None:
             """[n, ins], the mask of a load of rows `index` of `size`, which come in tiles of `whole`; None: of all."""
-            of_rows = None if size % whole == 0 else (index < size)[:, None]
-            of_ins = None if num_ins % tile.ins == 0 else in_range[None, :]
-            if of_rows is None or of_ins is None:
-                both = of_rows if of_ins is None else of_ins
-                return None if both is None else jnp.broadcast_to(both, (index.shape[0], tile.ins))
-            return of_rows & of_ins
+            masks = [] if size % whole == 0 else [(index < size)[:, None]]
+            masks += [] if num_ins % tile.ins == 0 else [in_range[None, :]]
+            shape = index.shape[0], tile.ins
+            return jnp.broadcast_to(functools.reduce(jnp.logical_and, masks), shape) if masks else None
 
         def turn(index: Array, accs: tuple[Array, ...]) -> tuple[Array, ...]:
             k = index * tile.ins + jnp.arange(tile.ins, dtype=jnp.int32)

@@ -5,7 +5,7 @@ import functools
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -48,7 +48,7 @@ class XlaBackend(Backend):
     def refusal(cls, task: Task) -> str | None:
         return None
 
-    def configured(self, **options) -> "XlaBackend":
+    def configured(self, **options) -> Self:
         return dataclasses.replace(self, is_apart=options["rows_apart"]) if "rows_apart" in options else self
 
     @property
