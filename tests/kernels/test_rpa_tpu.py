@@ -329,7 +329,7 @@ def test_a_token_is_packed_and_unpacked():
 @pytest.mark.parametrize("generation", ["v4", "v5e", "v5p", "v6e"])
 def test_the_scratch_memory_of_proposed_prefill_tiles_leaves_room_for_spills(generation):
     """The compiler adds its spills, at most 2 MiB of them in the cases that were compiled."""
-    limit = 32 << 20 if generation == "v6e" else 16 << 20
+    limit = 48 << 20 if generation == "v6e" else 16 << 20  # `tiling.vmem_bytes`
     for heads, dim, q_per_kv in itertools.product((1, 2, 3, 4, 8, 16, 32), (64, 128, 256, 512), (1, 4, 5, 8)):
         for page_size, dtype in itertools.product((8, 64, 256, 1024), ("int8", "bfloat16", "float32")):
             if page_size > 256 and dim * max(2, jnp.dtype(dtype).itemsize) > 512:

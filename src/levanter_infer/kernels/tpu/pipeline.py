@@ -162,7 +162,10 @@ def run_kernel(
         ),
         # Page ids are clamped before they are used, and the interpreter of the tests finds what is out of bounds.
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel",), disable_bounds_checks=True, disable_semaphore_checks=True
+            dimension_semantics=("parallel",),
+            vmem_limit_bytes=sizes.vmem_bytes,
+            disable_bounds_checks=True,
+            disable_semaphore_checks=True,
         ),
         name=body.__name__,
         interpret=interpret,
@@ -447,10 +450,17 @@ class Pipeline:
         def _():
             self._q_copy(index).wait()
             if self.scratch.q_columns_ref is not None:
-                for t in range(self.sizes.q_tiles):
-                    self.scratch.q_columns_ref[t] = self.scratch.q_buf[self.q_slot(item), t].T
+                for tile in range(self.sizes.q_tiles):
+                    self._transpose_queries(item, tile)
 
         return self.q_slot(item)
+
+    def _transpose_queries(self, item: Array, tile: int) -> None:
+        columns = self.scratch.q_buf[self.q_slot(item), tile].T
+        group, t = divmod(tile, self.sizes.pool.lane_tiles)
+        for slab in range(self.sizes.columns // LANES):
+            numbers = pl.ds(t * LANES, LANES)
+            self.scratch.q_columns_ref[group, slab, numbers] = columns[:, slab * LANES : (slab + 1) * LANES]
 
     def q_slot(self, item: Array) -> Array:
         """Slot of an item's queries in `Scratch.q_buf`."""

@@ -30,7 +30,7 @@ from levanter_infer.kernels.tpu.pipeline import Inputs, Pipeline, mapped_keys, r
 from levanter_infer.kernels.tpu.pool import LANES, TpuPool, pairs, side_by_side
 from levanter_infer.kernels.tpu.scales import KEYS, VALUES, scales_of_keys
 from levanter_infer.kernels.tpu.sizes import SUBLANES, Scratch, Sizes, Tile, align_queries
-from levanter_infer.kernels.tpu.tiling import adds_late, transposes_queries
+from levanter_infer.kernels.tpu.tiling import adds_late, transposes_queries, vmem_bytes
 from levanter_infer.kernels.tpu.work_items import Item, Rows
 
 STRIPE = 256
@@ -69,6 +69,7 @@ def prefill_attention(
         invariant=invariant,
         adds_late=adds_late(),
         transposes_queries=transposes_queries(),
+        vmem_bytes=vmem_bytes(),
     )
     q_starts, source, target = _aligned(call, align_queries(per_group), sizes.least_queries)
 
@@ -373,12 +374,14 @@ class _Block:
 
     def _q_operand(self, q_slot: Array, stripe: _Stripe, tiles: range) -> tuple[Array, tuple]:
         """Some tiles of 128 numbers of a stripe's queries, and the dimension numbers of a matmul of keys with them."""
-        first, own = stripe.group * self.sizes.pool.lane_tiles, self.scratch.q_columns_ref
+        own = self.scratch.q_columns_ref
         if own is None:
+            first = stripe.group * self.sizes.pool.lane_tiles
             q = side_by_side([self.scratch.q_buf[q_slot, first + t, stripe.columns] for t in tiles])
             return q, (((1,), (1,)), ((), ()))
-        parts = [own[first + t, :, stripe.columns] for t in tiles]
-        return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=0), (((1,), (0,)), ((), ()))
+        numbers = pl.ds(tiles[0] * LANES, len(tiles) * LANES)
+        slabs = range(stripe.first // LANES, (stripe.first + stripe.count) // LANES)
+        return side_by_side([own[stripe.group, slab, numbers] for slab in slabs]), (((1,), (0,)), ((), ()))
 
     def _scales(self, stripe: _Stripe, keys: _Keys, side: int, head: Array) -> Array:
         """The scales of int8 keys or values for a stripe, f32[keys, columns]."""

@@ -70,7 +70,8 @@ class Scratch(NamedTuple):
     l_ref: Any
     """VMEM, of the shape of m: running denominator, one partial sum per lane, for prefill per sublane."""
     q_columns_ref: Any = None
-    """Prefill with `Sizes.transposes_queries`: VMEM [q_tiles, 128, columns], the queries of the current query block."""
+    """Prefill with `Sizes.transposes_queries`: VMEM [groups, columns / 128, numbers of a query, 128], the queries of the
+    current query block, in slabs of 128 columns."""
     factor_ref: Any = None
     """Prefill: VMEM, of the shape of m: factor of acc and l, for the maximum of the keys whose scores are stored."""
     score_ref: Any = None
@@ -99,6 +100,8 @@ class Sizes:
     """Whether prefill multiplies the values of some keys after it has computed the scores of the next ones."""
     transposes_queries: bool = False
     """Whether prefill transposes the queries of a query block once, and not in each matmul."""
+    vmem_bytes: int | None = None
+    """Bytes of VMEM that the kernel may take; None for the compiler's default."""
     in_words: bool = False
     """Whether decode converts int8 by shifts of 32-bit words, and so in another order of keys (`scales`)."""
     sharing: int = 1
@@ -185,10 +188,11 @@ class Sizes:
         page, is_prefill, f32 = (self.slabs, self.page_size, LANES), tile.queries > 1, jnp.float32
         rows, value = self.columns if is_prefill else self.rows, self.pool.value_tiles * LANES
         q_block, out_block = ((tiles, rows, LANES) for tiles in (self.q_tiles, self.out_tiles))
+        q_columns = (self.groups, rows // LANES, self.pool.lane_tiles * LANES, LANES)
         per_group = pltpu.VMEM((self.groups, *((SUBLANES, rows) if is_prefill else (rows, LANES))), f32)
         prefill = dict(
             acc_ref=pltpu.VMEM((self.groups, value, rows), f32),
-            q_columns_ref=pltpu.VMEM((self.q_tiles, LANES, rows), self.operand) if self.transposes_queries else None,
+            q_columns_ref=pltpu.VMEM(q_columns, self.operand) if self.transposes_queries else None,
             factor_ref=per_group,
             score_ref=pltpu.VMEM((self.groups, self.tokens, rows), f32),
             value_ref=pltpu.VMEM((self.groups, self.tokens // self.value_width, value, self.value_width), self.operand),

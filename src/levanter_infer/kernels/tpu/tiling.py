@@ -30,10 +30,13 @@ _PREFILL_ROWS = 1024
 _PREFILL_TOKENS = 512, 1024
 """Keys per KV block of the prefill path, at least and at most. The work that is done once per stripe of queries and KV
 block weighs less with more keys; but of a query block's last KV block all keys are computed with masks."""
-_PREFILL_TILES = {"v6e": 16}
-"""Tiles of 128 keys, all heads of a part together, per KV block of the prefill path; 8 elsewhere. A turn of its loop
-begins and ends with the latency of the matrix unit, which weighs less with more of them. The compiler gives a kernel
-32 MiB of VMEM on v6e, 16 elsewhere."""
+_PREFILL_TILES = {"v6e": (16, 32)}
+"""Tiles of 128 keys, all heads of a part together, per KV block of the prefill path: of few heads, whose KV blocks are
+longer than others', and of many, at most; 8 of both elsewhere. A turn of its loop begins and ends with the latency of
+the matrix unit, which weighs less with more of them."""
+_VMEM_BYTES = {"v6e": 48 << 20}
+"""VMEM that the prefill path may take. The compiler's default is 16 MiB, which is all that a core of v4 has, and 32 on
+v6e, which has 128."""
 
 _INVARIANT_ROWS = 128
 """Rows per query block where decode tokens are chunks too (`invariant_tile`): those that the lanes of scores hold."""
@@ -98,6 +101,11 @@ def transposes_queries() -> bool:
     return generation() != "v4"
 
 
+def vmem_bytes() -> int | None:
+    """`Sizes.vmem_bytes` of the prefill path."""
+    return _VMEM_BYTES.get(generation() or "")
+
+
 def propose(shape: TileShape) -> Tiles:
     """Tiles that are expected to fit into VMEM and to run near the best."""
     pool, page_size, page_bytes = shape.pool, shape.page_size, shape.page_bytes
@@ -133,16 +141,19 @@ def propose(shape: TileShape) -> Tiles:
 def _prefill_sizes(shape: TileShape) -> tuple[int, int]:
     """Parts, and keys per KV block, of the prefill path."""
     pool, (least, most) = shape.pool, _PREFILL_TOKENS
-    tiles = _PREFILL_TILES.get(shape.generation or "", 8) // pool.lane_tiles // (2 if _is_wide(shape) else 1)
+    of_few, of_many = (
+        tiles // pool.lane_tiles // (2 if _is_wide(shape) else 1)
+        for tiles in _PREFILL_TILES.get(shape.generation or "", (8, 8))
+    )
     groups = 1
     while (
-        2 * groups * max(least, shape.page_size) <= tiles * LANES
+        2 * groups * max(least, shape.page_size) <= of_many * LANES
         and pool.groups % (2 * groups) == 0
         and pool.groups // (2 * groups) >= min(shape.cores, pool.groups)
     ):
         groups *= 2
     if groups > 1:
-        return pool.groups // groups, min(tiles * LANES // groups, most)
+        return pool.groups // groups, max(least, min(of_few * LANES // groups, most))
     # Heads wider than 256 have more work for each stripe and KV block, and need as much more VMEM.
     return pool.groups, most // (pool.lane_tiles if _is_wide(shape) else max(1, pool.lane_tiles // 2))
 
