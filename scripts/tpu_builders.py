@@ -38,7 +38,7 @@ from levanter_infer.kernels.call import AttentionCall, GroupedCall, PoolShape  #
 from levanter_infer.kernels.registry import make_backend  # noqa: E402
 from levanter_infer.kernels.rules import ScoreRules  # noqa: E402
 from levanter_infer.kernels.tpu import sampling as tpu_sampling  # noqa: E402
-from levanter_infer.kernels.tpu.kv_write import write_kv  # noqa: E402
+from levanter_infer.kernels.tpu.kv_write import WritePlan, write_kv  # noqa: E402
 from levanter_infer.kernels.tpu.pool import TpuPool  # noqa: E402
 from levanter_infer.kernels.tpu.tiling import Tiles, TileShape, choose, generation  # noqa: E402
 from levanter_infer.layers.layout import Layout  # noqa: E402
@@ -99,7 +99,7 @@ def write(mesh, *, heads=(32, 8, 128), page=64, tokens=256, kv_dtype="bfloat16",
     dtype, pool = jnp.dtype(kv_dtype), TpuPool(*heads[1:], scaled=kv_dtype == "int8")
 
     def call(pages, layer, keys, values, dests):
-        return write_kv(pages, layer, pool.pack(keys, values).astype(dtype), dests)
+        return write_kv(pages, layer, pool.pack(keys, values).astype(dtype), WritePlan.of(pages, dests))
 
     shape, side = pool.shape(num_layers=LAYERS, num_pages=pool_pages, page_size=page), (tokens, *heads[1:])
     sides = [jax.ShapeDtypeStruct(side, jnp.bfloat16)] * 2

@@ -16,7 +16,7 @@ from levanter_infer.kernels.rules import LOG2_E
 from levanter_infer.kernels.tpu import backend as tpu_backend
 from levanter_infer.kernels.tpu import kv_write
 from levanter_infer.kernels.tpu import prefill as tpu_prefill
-from levanter_infer.kernels.tpu.kv_write import write_kv
+from levanter_infer.kernels.tpu.kv_write import WritePlan, write_kv
 from levanter_infer.kernels.tpu.pool import TpuPool
 from levanter_infer.kernels.tpu.sizes import Sizes as KernelSizes
 from levanter_infer.kernels.tpu.sizes import Tile, align_queries
@@ -329,7 +329,7 @@ def test_a_token_is_packed_and_unpacked():
 @pytest.mark.parametrize("generation", ["v4", "v5e", "v5p", "v6e"])
 def test_the_scratch_memory_of_proposed_prefill_tiles_leaves_room_for_spills(generation):
     """The compiler adds its spills, at most 2 MiB of them in the cases that were compiled."""
-    limit = 48 << 20 if generation == "v6e" else 16 << 20  # `tiling.vmem_bytes`
+    limit = 64 << 20 if generation == "v6e" else 16 << 20  # `tiling.vmem_bytes`
     for heads, dim, q_per_kv in itertools.product((1, 2, 3, 4, 8, 16, 32), (64, 128, 256, 512), (1, 4, 5, 8)):
         for page_size, dtype in itertools.product((8, 64, 256, 1024), ("int8", "bfloat16", "float32")):
             if page_size > 256 and dim * max(2, jnp.dtype(dtype).itemsize) > 512:
@@ -387,7 +387,7 @@ def test_new_tokens_are_written_to_their_destinations_and_nothing_else_changes(d
     new = jnp.asarray(30 * rng.standard_normal((len(dests), slabs, 128)), dtype)
     params = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan")
     write = jax.jit(functools.partial(write_kv, interpret=params))
-    out = write(pool, jnp.int32(1), new, jnp.asarray(dests))
+    out = write(pool, jnp.int32(1), new, WritePlan.of(pool, jnp.asarray(dests)))
     races = interpret_pallas_call.races
     assert races is not None and not races.races_found
     expected = np.asarray(pool.astype(jnp.float32)).copy()
@@ -404,7 +404,8 @@ def test_more_stretches_are_written_than_the_ring_holds(monkeypatch):
     dests = jnp.asarray([*(rng.permutation(pages)[:20] * page_size + rng.integers(0, 16, 20)), pages * page_size])
     new = jnp.asarray(rng.standard_normal((21, 2, 128)), jnp.bfloat16)
     params = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan")
-    out = write_kv(pool, jnp.int32(0), new, dests.astype(jnp.int32), interpret=params)
+    plan = WritePlan.of(pool, dests.astype(jnp.int32))
+    out = write_kv(pool, jnp.int32(0), new, plan, interpret=params)
     races = interpret_pallas_call.races
     assert races is not None and not races.races_found
     expected = pool.at[0, dests // page_size, :, dests % page_size].set(new, mode="drop")
@@ -425,7 +426,8 @@ def test_decode_tokens_and_the_chunks_behind_them_are_written_side_by_side(monke
     dests = np.asarray([*decode, *chunk, *later, *[pages * page_size] * 5], np.int32)
     new = jnp.asarray(30 * rng.standard_normal((len(dests), slabs, 128)), dtype)
     params = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan")
-    out = write_kv(pool, jnp.int32(1), new, jnp.asarray(dests), interpret=params)
+    plan = WritePlan.of(pool, jnp.asarray(dests))
+    out = write_kv(pool, jnp.int32(1), new, plan, interpret=params)
     races = interpret_pallas_call.races
     assert races is not None and not races.races_found
     expected = pool.at[1, dests // page_size, :, dests % page_size].set(new, mode="drop")

@@ -21,9 +21,10 @@ from levanter_infer.kernels.call import AttentionCall, GroupedCall, KvWrite, Poo
 from levanter_infer.kernels.rules import ScoreRules
 from levanter_infer.kernels.tpu import grouped, rotate, sampling
 from levanter_infer.kernels.tpu.decode import decode_attention
-from levanter_infer.kernels.tpu.kv_write import write_kv
+from levanter_infer.kernels.tpu.kv_write import WritePlan, write_kv
 from levanter_infer.kernels.tpu.pool import LANES, TpuPool
-from levanter_infer.kernels.tpu.prefill import prefill_attention, row_of_token
+from levanter_infer.kernels.tpu.prefill import prefill_attention
+from levanter_infer.kernels.tpu.tables import Tables
 from levanter_infer.kernels.tpu.tiling import Tiles, TileShape, choose, cut_queries, generation, invariant_tile
 from levanter_infer.kernels.xla.backend import XlaBackend, rounded
 
@@ -121,8 +122,10 @@ class TpuBackend(XlaBackend):
             stored = packed.astype(pages.dtype)
             return pages.at[write.layer, write.page, :, write.offset].set(stored, mode="drop")
 
+        # Computed out here, from where XLA moves it in front of the loop over layers.
+        plan = WritePlan.of(pool, write.dests)
         return q, jax.lax.platform_dependent(
-            pool, tpu=lambda pages: write_kv(pages, write.layer, packed, write.dests), default=scatter
+            pool, tpu=lambda pages: write_kv(pages, write.layer, packed, plan), default=scatter
         )
 
     def read_kv(self, pool: Array, shape: PoolShape, pages: Array, offsets: Array) -> Array:
@@ -213,21 +216,28 @@ def tpu_attention(
         call = dataclasses.replace(call, q=_tokens_in_lanes(call.q))
     if invariant:
         tile = cut_queries(invariant_tile(tiles, shape), shape, call.num_tokens)
-        return _without_padding(call, prefill_attention(call, tile, operand, invariant=True, interpret=params))
+        tables = Tables.of(call, tile)
+        return _without_padding(call, prefill_attention(call, tile, tables, operand, invariant=True, interpret=params))
     out = decode_attention(call, tiles.decode, operand, interpret=params)
-    q_lens = call.q_lens
     if call.num_tokens > 1:
         prefill = cut_queries(tiles.prefill, shape, call.num_tokens)
+        # Computed out here, from where XLA moves them in front of the loop over layers.
+        tables, is_decode = Tables.of(call, prefill), _is_decode(call)
 
         def with_prefill(carry):
-            prefilled = prefill_attention(call, prefill, operand, interpret=params)
-            decodes = q_lens.at[row_of_token(call)].get(mode="fill", fill_value=0) == 1
-            return jnp.bool(False), jnp.where(decodes[:, None, None], carry[1], prefilled)
+            prefilled = prefill_attention(call, prefill, tables, operand, interpret=params)
+            return jnp.bool(False), jnp.where(is_decode[:, None, None], carry[1], prefilled)
 
         # A loop of no or one turn, because a branch (`lax.cond`) would copy what it carries on other devices.
         with jax.named_scope(scopes.CHUNKS):
-            _, out = jax.lax.while_loop(lambda carry: carry[0], with_prefill, (jnp.any(q_lens > 1), out))
+            _, out = jax.lax.while_loop(lambda carry: carry[0], with_prefill, (jnp.any(call.q_lens > 1), out))
     return _without_padding(call, out)
+
+
+def _is_decode(call: AttentionCall) -> Array:
+    """bool[T]: whether a token is the only query of its row. A search for the row would be a loop of gathers."""
+    token = jnp.arange(call.num_tokens, dtype=jnp.int32)[:, None]
+    return jnp.any((call.cu_q_lens[None, :-1] == token) & (call.q_lens[None, :] == 1), axis=1)
 
 
 def _without_padding(call: AttentionCall, out: Array) -> Array:

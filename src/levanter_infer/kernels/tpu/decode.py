@@ -21,6 +21,7 @@ from levanter_infer.kernels.tpu.pipeline import Inputs, Pipeline, mask_unmapped,
 from levanter_infer.kernels.tpu.pool import LANES, TpuPool, apart, pairs, side_by_side
 from levanter_infer.kernels.tpu.scales import KEYS, VALUES, key_order, load_numbers, load_scales, scales_of_rows
 from levanter_infer.kernels.tpu.sizes import SUBLANES, Scratch, Sizes, Tile
+from levanter_infer.kernels.tpu.tables import Tables
 from levanter_infer.kernels.tpu.tiling import shifts_words
 from levanter_infer.kernels.tpu.work_items import Item, Rows
 
@@ -63,7 +64,8 @@ def decode_attention(call: AttentionCall, tile: Tile, operand: jnp.dtype, *, int
     q = pool.pack_queries(call.q.astype(operand)).reshape(num_tokens, blocks, used, pool.lane_tiles, LANES)
     q = jnp.pad(q, ((0, 0), (0, 0), (0, rows - used), (0, 0), (0, 0))).swapaxes(2, 3)
     q = q.reshape(num_tokens, blocks * pool.lane_tiles, rows, LANES)
-    out = run_kernel(attend_decode, call, sizes, Inputs.of(call, sizes, q, by_group), interpret=interpret)
+    tables = Tables.of(call, tile)
+    out = run_kernel(attend_decode, call, sizes, tables.rows, Inputs.of(call, tables, q, by_group), interpret=interpret)
     out = out.reshape(num_tokens, blocks, pool.value_tiles, rows, LANES).swapaxes(2, 3)[:, :, :used]
     return pool.unpack_outputs(out.reshape(num_tokens, groups, q_rows, pool.value_tiles * LANES))
 

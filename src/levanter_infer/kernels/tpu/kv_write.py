@@ -47,8 +47,27 @@ class _Sizes:
     slots: int
     """Stretches in the ring; a power of two."""
 
+    @property
+    def groups(self) -> int:
+        """Groups of decode tokens per grid step."""
+        return self.block // _GROUP
 
-class _Scalars(NamedTuple):
+    @staticmethod
+    def of(pages: Array, num_tokens: int) -> "_Sizes":
+        num_pages, slabs, page_size, lanes = pages.shape[1:]
+        itemsize = pages.dtype.itemsize
+        rows = min(page_size, 32 // itemsize)
+        if page_size % rows:
+            raise ValueError(f"page_size: got {page_size}, expected a multiple of {rows} or less for {pages.dtype}")
+        most_groups = max(1, _STEP_BYTES // (slabs * lanes * 4 * _GROUP))
+        block = min(most_groups, -(-num_tokens // _GROUP)) * _GROUP
+        slots = _slots(slabs * rows * lanes * itemsize)
+        return _Sizes(num_pages, page_size, rows, math.gcd(page_size, 4 // itemsize), block, slots)
+
+
+class WritePlan(NamedTuple):
+    """Which tokens go where, in scalar memory. It is the same in every layer."""
+
     dests: Any
     """SMEM i32[T]"""
     pages: Any
@@ -64,6 +83,45 @@ class _Scalars(NamedTuple):
     bit 16 on how many tokens go to it. Those of a grid step begin where its tokens do."""
     counts: Any
     """SMEM i32[grid steps], stretches of each."""
+
+    @staticmethod
+    def of(pages: Array, dests: Array) -> "WritePlan":
+        """
+        Args:
+            pages: the pool, [layers, P, slabs, page_size, 128].
+            dests: i32[T], `page * page_size + page offset`; P * page_size or more for tokens that are not stored.
+                Tokens of one sequence are adjacent, in the order of their positions, and no two tokens have the same
+                destination.
+        Raises: ValueError for a page size that is not whole tiles.
+        """
+        sizes = _Sizes.of(pages, dests.shape[0])
+        dests = jnp.pad(dests, (0, -dests.shape[0] % sizes.block), constant_values=sizes.num_pages * sizes.page_size)
+        own, page_rows = dests.reshape(-1, sizes.block), sizes.page_size // sizes.word_tokens
+        is_stored = own < sizes.num_pages * sizes.page_size
+        before = jnp.pad(own[:, :-1], ((0, 0), (1, 0)), constant_values=-2)
+        begins = is_stored & ((own != before + 1) | (own % sizes.rows == 0))
+        has_next = jnp.pad((is_stored & ~begins)[:, 1:], ((0, 0), (0, 1)))
+        # The first tokens that are alone in their stretch, which no copy of a stretch touches then.
+        token = jnp.arange(sizes.block, dtype=jnp.int32)[None, :]
+        groups = jnp.min(jnp.where(begins & ~has_next, sizes.block, token), axis=1) // _GROUP
+        begins = begins & (token >= groups[:, None] * _GROUP)
+        number = jnp.cumsum(begins, axis=1, dtype=jnp.int32)
+        entry = token[:, :, None]
+        first = jnp.sum(number[:, None, :] <= entry, axis=2, dtype=jnp.int32)
+        count = jnp.sum((number[:, None, :] == entry + 1) & is_stored[:, None, :], axis=2, dtype=jnp.int32)
+        return WritePlan(
+            dests=dests,
+            pages=dests // sizes.page_size,
+            word_rows=dests // sizes.word_tokens % page_rows,
+            places=dests % sizes.word_tokens,
+            groups=groups,
+            stretches=(first | (count << 16)).reshape(-1),
+            counts=number[:, -1],
+        )
+
+
+class _Scalars(NamedTuple):
+    plan: WritePlan
     layer: Any
     """SMEM i32[1]"""
 
@@ -83,54 +141,44 @@ class _Scratch(NamedTuple):
     """DMA semaphores [slots]."""
 
 
-def write_kv(pages: Array, layer: Array, tokens: Array, dests: Array, *, interpret: Any = False) -> Array:
+def write_kv(pages: Array, layer: Array, tokens: Array, plan: WritePlan, *, interpret: Any = False) -> Array:
     """Store the keys and values of new tokens, in place where the pool is donated.
 
     Args:
         pages: [layers, P, slabs, page_size, 128].
         layer: i32[].
         tokens: [T, slabs, 128] as `TpuPool.pack` gives them, in the pool's dtype.
-        dests: i32[T], `page * page_size + page offset`; P * page_size or more for tokens that are not stored. Tokens of
-            one sequence are adjacent, in the order of their positions, and no two tokens have the same destination.
+        plan: of the pool and the destinations of the tokens.
         interpret: as `pallas_call` takes it.
     Returns: the pool.
-    Raises: ValueError for a page size that is not whole tiles.
     """
     num_pages, slabs, page_size = pages.shape[1:4]
-    rows = min(page_size, 32 // pages.dtype.itemsize)
-    if page_size % rows:
-        raise ValueError(f"page_size: got {page_size}, expected a multiple of {rows} or less for {pages.dtype}")
-    most_groups = max(1, _STEP_BYTES // (slabs * LANES * 4 * _GROUP))
-    groups = min(most_groups, -(-tokens.shape[0] // _GROUP))
-    block = groups * _GROUP
-    padding = -tokens.shape[0] % block
+    sizes, dma = _Sizes.of(pages, tokens.shape[0]), pltpu.SemaphoreType.DMA
     # A row of 32-bit elements can be read by itself.
     wide = jnp.float32 if jnp.issubdtype(pages.dtype, jnp.floating) else jnp.int32
-    tokens = jnp.pad(tokens.astype(wide), ((0, padding), (0, 0), (0, 0)))
-    dests = jnp.pad(dests, (0, padding), constant_values=num_pages * page_size)
-    dma, slots = pltpu.SemaphoreType.DMA, _slots(slabs * rows * LANES * pages.dtype.itemsize)
-    sizes = _Sizes(num_pages, page_size, rows, math.gcd(page_size, 4 // pages.dtype.itemsize), block, slots)
+    tokens = jnp.pad(tokens.astype(wide), ((0, -tokens.shape[0] % sizes.block), (0, 0), (0, 0)))
     # The same bytes: a tile of 128 lanes is one word row after the other.
     by_word = (-1, slabs, page_size // sizes.word_tokens, sizes.word_tokens, LANES)
+    tile = sizes.slots, slabs, sizes.rows // sizes.word_tokens, sizes.word_tokens, LANES
     return pl.pallas_call(
         functools.partial(_write, sizes=sizes),
         out_shape=jax.ShapeDtypeStruct((pages.shape[0] * num_pages, *by_word[1:]), pages.dtype),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
-            grid=(tokens.shape[0] // block,),
+            grid=(tokens.shape[0] // sizes.block,),
             in_specs=[
-                pl.BlockSpec((block, slabs, LANES), lambda i, *_: (i, 0, 0)),
+                pl.BlockSpec((sizes.block, slabs, LANES), lambda i, *_: (i, 0, 0)),
                 pl.BlockSpec(memory_space=pl.ANY),
             ],
             out_specs=pl.BlockSpec(memory_space=pl.ANY),
             scratch_shapes=[
                 _Scratch(
-                    words=pltpu.VMEM((groups, _GROUP, slabs, sizes.word_tokens, LANES), pages.dtype),
-                    word_in_sem=dma((groups,)),
+                    words=pltpu.VMEM((sizes.groups, _GROUP, slabs, sizes.word_tokens, LANES), pages.dtype),
+                    word_in_sem=dma((sizes.groups,)),
                     word_out_sem=dma,
-                    buf=pltpu.VMEM((slots, slabs, rows // sizes.word_tokens, sizes.word_tokens, LANES), pages.dtype),
-                    in_sem=dma((slots,)),
-                    out_sem=dma((slots,)),
+                    buf=pltpu.VMEM(tile, pages.dtype),
+                    in_sem=dma((sizes.slots,)),
+                    out_sem=dma((sizes.slots,)),
                 )
             ],
         ),
@@ -139,7 +187,7 @@ def write_kv(pages: Array, layer: Array, tokens: Array, dests: Array, *, interpr
         compiler_params=pltpu.CompilerParams(disable_bounds_checks=True, disable_semaphore_checks=True),
         name="write_kv",
         interpret=interpret,
-    )(_scalars(dests, layer, sizes), tokens, pages.reshape(by_word)).reshape(pages.shape)
+    )(_Scalars(plan, layer.reshape(1)), tokens, pages.reshape(by_word)).reshape(pages.shape)
 
 
 def _slots(stretch_bytes: int) -> int:
@@ -147,33 +195,6 @@ def _slots(stretch_bytes: int) -> int:
     while slots > 8 and slots * stretch_bytes > _RING_BYTES:
         slots //= 2
     return slots
-
-
-def _scalars(dests: Array, layer: Array, sizes: _Sizes) -> _Scalars:
-    """All but the layer is the same in every layer."""
-    own, page_rows = dests.reshape(-1, sizes.block), sizes.page_size // sizes.word_tokens
-    is_stored = own < sizes.num_pages * sizes.page_size
-    before = jnp.pad(own[:, :-1], ((0, 0), (1, 0)), constant_values=-2)
-    begins = is_stored & ((own != before + 1) | (own % sizes.rows == 0))
-    has_next = jnp.pad((is_stored & ~begins)[:, 1:], ((0, 0), (0, 1)))
-    # The first tokens that are alone in their stretch, which no copy of a stretch touches then.
-    token = jnp.arange(sizes.block, dtype=jnp.int32)[None, :]
-    groups = jnp.min(jnp.where(begins & ~has_next, sizes.block, token), axis=1) // _GROUP
-    begins = begins & (token >= groups[:, None] * _GROUP)
-    number = jnp.cumsum(begins, axis=1, dtype=jnp.int32)
-    entry = token[:, :, None]
-    first = jnp.sum(number[:, None, :] <= entry, axis=2, dtype=jnp.int32)
-    count = jnp.sum((number[:, None, :] == entry + 1) & is_stored[:, None, :], axis=2, dtype=jnp.int32)
-    return _Scalars(
-        dests=dests,
-        pages=dests // sizes.page_size,
-        word_rows=dests // sizes.word_tokens % page_rows,
-        places=dests % sizes.word_tokens,
-        groups=groups,
-        stretches=(first | (count << 16)).reshape(-1),
-        counts=number[:, -1],
-        layer=layer.reshape(1),
-    )
 
 
 def _div(x, size: int):
@@ -211,7 +232,8 @@ def _put(buf, at: tuple, new, tokens: Iterable[tuple[Any, Any]]) -> None:
 def _groups(scalars: _Scalars, new, layer, scratch: _Scratch, sizes: _Sizes):
     """Functions that write the groups of decode tokens, and that wait for it."""
     words, in_sem, out_sem = scratch.words, scratch.word_in_sem, scratch.word_out_sem
-    first_token, count = pl.program_id(0) * sizes.block, scalars.groups[pl.program_id(0)]
+    plan, first_token = scalars.plan, pl.program_id(0) * sizes.block
+    count = plan.groups[pl.program_id(0)]
 
     def own(array, group):
         """An array's entries of a group's tokens. They are read before a copy starts, which might change them as far as
@@ -220,7 +242,7 @@ def _groups(scalars: _Scalars, new, layer, scratch: _Scratch, sizes: _Sizes):
         return [entries[i] for i in range(_GROUP)]
 
     def copies(group, start):
-        rows = zip(own(scalars.pages, group), own(scalars.word_rows, group), strict=True)
+        rows = zip(own(plan.pages, group), own(plan.word_rows, group), strict=True)
         for i, (page, row) in enumerate(rows):
             start(layer.at[page, :, row], words.at[group, i])
 
@@ -234,7 +256,7 @@ def _groups(scalars: _Scalars, new, layer, scratch: _Scratch, sizes: _Sizes):
 
     def change(group, carry):
         wait(group, in_sem.at[group])
-        for i, place in enumerate(own(scalars.places, group)):
+        for i, place in enumerate(own(plan.places, group)):
             _put(words, ((group, i),), new, [(group * _GROUP + i, place)])
         copies(group, lambda target, source: pltpu.make_async_copy(source, target, out_sem).start())
         return carry
@@ -254,7 +276,8 @@ def _stretches(scalars: _Scalars, new, layer, scratch: _Scratch, sizes: _Sizes):
     """A function that writes the stretches of the other tokens."""
     buf, in_sem, out_sem = scratch.buf, scratch.in_sem, scratch.out_sem
     page_size, rows, slots = sizes.page_size, sizes.rows, sizes.slots
-    first_token, count = pl.program_id(0) * sizes.block, scalars.counts[pl.program_id(0)]
+    plan, first_token = scalars.plan, pl.program_id(0) * sizes.block
+    count = plan.counts[pl.program_id(0)]
     ahead = slots // 2
 
     def slot_of(stretch):
@@ -262,9 +285,9 @@ def _stretches(scalars: _Scalars, new, layer, scratch: _Scratch, sizes: _Sizes):
 
     def first_of(stretch):
         """The first token of a stretch in the grid step, its destination, and how many there are."""
-        entry = scalars.stretches[first_token + stretch]
+        entry = plan.stretches[first_token + stretch]
         token = entry & 0xFFFF
-        return token, scalars.dests[first_token + token], entry >> 16
+        return token, plan.dests[first_token + token], entry >> 16
 
     def stretch_ref(dest):
         page = _div(dest, page_size)

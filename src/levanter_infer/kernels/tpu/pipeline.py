@@ -34,7 +34,9 @@ from jax.experimental.pallas import tpu as pltpu
 from levanter_infer.kernels.call import AttentionCall
 from levanter_infer.kernels.rules import LOG2_E
 from levanter_infer.kernels.tpu.pool import LANES
-from levanter_infer.kernels.tpu.sizes import OUT_SLOTS, Scratch, Sizes, align_queries
+from levanter_infer.kernels.tpu.sizes import OUT_SLOTS, Scratch, Sizes
+from levanter_infer.kernels.tpu.tables import Tables
+from levanter_infer.kernels.tpu.word_rows import load_rows
 from levanter_infer.kernels.tpu.work_items import Cursor, Item, Rows, Scalar
 
 
@@ -42,23 +44,23 @@ class Inputs(NamedTuple):
     """The arrays of a call. The first three stay in HBM, the others are blocks in VMEM."""
 
     page_ids: Any
-    """i32[R * chunks, 1, 128], of `page_id_chunks`."""
+    """As `Tables.page_ids`."""
     kv: Any
     """[layers * P, slabs, page_size, 128]: the pool."""
     q: Any
     """The queries, in the operands' dtype. Decode: [T, groups * lane_tiles, rows, 128]; prefill: [groups * lane_tiles,
-    tokens * heads_per_group, 128]."""
+    T * heads_per_group, 128], as `word_rows`."""
     sinks: Any = None
     """In units of log2: f32[groups, rows, 128], for prefill f32[groups, 8, columns]; None for none."""
     slopes: Any = None
     """ALiBi's, in the same shape; None for none."""
 
     @staticmethod
-    def of(call: AttentionCall, sizes: Sizes, q: Array, per_head: Callable[[Array], Array]) -> "Inputs":
+    def of(call: AttentionCall, tables: Tables, q: Array, per_head: Callable[[Array], Array]) -> "Inputs":
         """The arrays of a call. Args: per_head: [Hq] -> the shape of `sinks`."""
         sinks, slopes = call.sinks, call.rules.alibi_slopes
         return Inputs(
-            page_ids=page_id_chunks(call.page_indices, num_id_chunks(call, sizes)),
+            page_ids=tables.page_ids,
             kv=call.kv_pages.reshape(-1, *call.kv_pages.shape[2:]),
             q=q,
             sinks=None if sinks is None else per_head(sinks * jnp.float32(LOG2_E)),
@@ -83,60 +85,16 @@ def _part_and_share(step, shares: int) -> tuple[Any, Any]:
     return (step, jnp.int32(0)) if shares == 1 else (_div(step, shares), _rem(step, shares))
 
 
-def num_id_chunks(call: AttentionCall, sizes: Sizes) -> int:
-    """Chunks of 128 page ids per row of the page table, those of whole work items."""
-    items = -(-call.page_indices.shape[1] // max(LANES, sizes.tile.pages))
-    return items * sizes.id_chunks
-
-
-def page_id_chunks(page_indices: Array, chunks: int) -> Array:
-    """The page table in chunks that can be copied one by one: [R, max_pages] -> [R * chunks, 1, 128]."""
-    num_rows, max_pages = page_indices.shape
-    padded = jnp.pad(page_indices, ((0, 0), (0, chunks * LANES - max_pages)))
-    return padded.reshape(num_rows * chunks, 1, LANES)
-
-
-def scalars(call: AttentionCall, sizes: Sizes) -> Array:
-    """i32[len(Scalar)].
-
-    Everything that depends on the sizes of the pool and of the page table is data: kernels with the same tiles are the
-    same whatever they read from, so that one that compiles answers for the others (scripts/sweep_tpu.py).
-    """
-    window, num_pages = call.rules.sliding_window, call.kv_pages.shape[1]
-    values = {
-        Scalar.FIRST_PAGE: call.layer * num_pages,
-        Scalar.NUM_SEQS: call.num_seqs,
-        Scalar.WINDOW: jnp.int32(0) if window is None else window,
-        Scalar.LAYER_PAGES: jnp.int32(num_pages),
-        Scalar.ID_CHUNKS: jnp.int32(num_id_chunks(call, sizes)),
-        Scalar.LAST_ROW: jnp.int32(call.num_rows - 1),
-    }
-    return jnp.stack([values[entry] for entry in Scalar])
-
-
-def has_unmapped_page(call: AttentionCall) -> Array:
-    """i32[R]: 1 where a page between the first and the last key that the row's queries see is none. All items of such a
-    row are computed with masks, so that the page ids of the other rows need not be checked one by one."""
-    first = call.rules.first_seen(call.seq_lens - call.q_lens) // call.page_size
-    end = (call.seq_lens + (call.page_size - 1)) // call.page_size
-    column = jnp.arange(call.page_indices.shape[1], dtype=jnp.int32)[None, :]
-    unmapped = (call.page_indices >= call.kv_pages.shape[1]) & (column >= first[:, None]) & (column < end[:, None])
-    return jnp.any(unmapped, axis=1).astype(jnp.int32)
-
-
-def run_kernel(
-    body: Callable, call: AttentionCall, sizes: Sizes, inputs: Inputs, q_starts: Array | None = None, *, interpret
-) -> Array:
+def run_kernel(body: Callable, call: AttentionCall, sizes: Sizes, rows: Rows, inputs: Inputs, *, interpret) -> Array:
     """Run the kernel of a path once for each part of the heads.
 
     Args:
         body: takes `Rows`, `Inputs`, the output and `Scratch`, all of refs, and `call` and `sizes`; its name is the
             kernel's.
-        q_starts: as of `Rows`.
         interpret: as `pallas_call` takes it.
-    Returns: the output, of the shape of `inputs.q` but for its tiles of 128 lanes, which are those of values.
+    Returns: the output, of the shape of `inputs.q` but for its tiles of 128 lanes, which are those of values, and for
+        its dtype, that of `Scratch.out_buf`.
     """
-    rows = Rows(call.seq_lens, call.cu_q_lens, scalars(call, sizes), has_unmapped_page(call), q_starts)
     hbm = pl.BlockSpec(memory_space=pl.ANY)
     shares = sizes.tile.row_shares
 
@@ -148,11 +106,15 @@ def run_kernel(
         )
 
     per_head = dict(sinks=own_heads(inputs.sinks), slopes=own_heads(inputs.slopes))
-    out_shape, tiles_axis = list(inputs.q.shape), 1 if sizes.tile.queries == 1 else 0
-    out_shape[tiles_axis] = sizes.out_tiles * sizes.tile.parts
+    block = sizes.block(sizes.out_tiles * sizes.tile.parts, call.q.dtype)
+    if sizes.tile.queries == 1:
+        out_shape = call.num_tokens, *block.shape
+    else:
+        tiles, _, pack, lanes = block.shape
+        out_shape = tiles, call.num_tokens * sizes.heads_per_group // pack, pack, lanes
     return pl.pallas_call(
         functools.partial(body, call=call, sizes=sizes),
-        out_shape=jax.ShapeDtypeStruct(out_shape, call.q.dtype),
+        out_shape=jax.ShapeDtypeStruct(out_shape, block.dtype),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
             grid=(sizes.tile.parts * shares,),
@@ -183,7 +145,6 @@ class Pipeline:
         self.num_pages, self.row_id_chunks = rows.scalars[Scalar.LAYER_PAGES], rows.scalars[Scalar.ID_CHUNKS]
         self.last_row = rows.scalars[Scalar.LAST_ROW]
         self.seq_lens, self.cu_q_lens, self.unmapped = rows.seq_lens, rows.cu_q_lens, rows.has_unmapped_page
-        self.q_starts = rows.cu_q_lens if rows.q_starts is None else rows.q_starts
         self.inputs, self.out_ref, self.scratch = inputs, out_ref, scratch
         self.items, self.page_ids, self.kv = scratch.items, scratch.page_ids_buf, scratch.kv_buf
         self.shares = self.tile.row_shares
@@ -300,7 +261,7 @@ class Pipeline:
             }
             for field, value in values.items():
                 items[index, field] = value
-            for chunk in range(sizes.id_chunks):
+            for chunk in range(self.tile.id_chunks):
                 self._page_id_copy(index, chunk).start()
 
         return is_last
@@ -340,7 +301,7 @@ class Pipeline:
 
     def wait_page_ids(self, item: Array) -> None:
         """Wait for the page ids of an item."""
-        for chunk in range(self.sizes.id_chunks):
+        for chunk in range(self.tile.id_chunks):
             self._page_id_copy(self.index(item), chunk).wait()
 
     def page_bounds(self, item: Array, exists: Array) -> tuple[Array, Array]:
@@ -369,7 +330,7 @@ class Pipeline:
         return self._page_id_reader(index)(j)
 
     def _page_id_reader(self, index: Array):
-        if self.sizes.id_chunks > 1:
+        if self.tile.id_chunks > 1:
             return lambda j: self.page_ids[index, j // LANES, 0, j % LANES]
         # The ids of an item begin at a multiple of its pages.
         offset = (self.items[index, Item.KV_BLOCK] * self.tile.pages) & (LANES - 1)
@@ -456,11 +417,17 @@ class Pipeline:
         return self.q_slot(item)
 
     def _transpose_queries(self, item: Array, tile: int) -> None:
-        columns = self.scratch.q_buf[self.q_slot(item), tile].T
+        columns = self.queries(self.q_slot(item), tile, 0, self.sizes.columns).T
         group, t = divmod(tile, self.sizes.pool.lane_tiles)
         for slab in range(self.sizes.columns // LANES):
             numbers = pl.ds(t * LANES, LANES)
             self.scratch.q_columns_ref[group, slab, numbers] = columns[:, slab * LANES : (slab + 1) * LANES]
+
+    def queries(self, q_slot: Array, tile: int, first: int, count: int) -> Array:
+        """`count` rows of queries of the prefill path, from `first` on, [count, 128]."""
+        sizes = self.sizes
+        rows = load_rows(self.scratch.q_buf, (q_slot, tile), first, count, interpreted=sizes.interpreted)
+        return rows.astype(sizes.operand)
 
     def q_slot(self, item: Array) -> Array:
         """Slot of an item's queries in `Scratch.q_buf`."""
@@ -603,26 +570,24 @@ class Pipeline:
         sizes, row = self.sizes, self.items[index, Item.ROW]
         own = pl.ds(self.part * tiles, tiles)
         if self.tile.queries == 1:
-            whole = pltpu.make_async_copy(*ends(lambda ref: ref.at[self.q_starts[row], own], lambda buf: buf))
+            whole = pltpu.make_async_copy(*ends(lambda ref: ref.at[self.cu_q_lens[row], own], lambda buf: buf))
             return _AsyncCopies([(None, lambda: whole)])
-        align = align_queries(sizes.heads_per_group)
-        units = _div(tokens + (align - 1), align)
-        first_token = self.q_starts[row] + self.items[index, Item.Q_BLOCK] * self.tile.queries
-        unit_rows = align * sizes.heads_per_group
+        first_token = self.cu_q_lens[row] + self.items[index, Item.Q_BLOCK] * self.tile.queries
         copies = []
-        # The number of a block's tokens is data, and the size of a copy is not: 1, 2, 4, … units of `align` tokens. The
-        # last unit may go beyond the block's tokens, where `q_starts` leaves a gap.
-        for bit in range((self.tile.queries // align).bit_length()):
-            done = (units >> (bit + 1)) << (bit + 1)
+        # The number of a block's tokens is data, and the size of a copy is not: 1, 2, 4, … tokens.
+        for bit in range(self.tile.queries.bit_length()):
+            done = (tokens >> (bit + 1)) << (bit + 1)
 
-            def copy(size=unit_rows << bit, done=done):
-                at = pl.multiple_of(done * unit_rows, unit_rows)
-                first = pl.multiple_of(first_token * sizes.heads_per_group + at, unit_rows)
+            def copy(bit=bit, done=done):
+                def part(ref, tiles, first):
+                    per_token = sizes.heads_per_group // ref.shape[-2]
+                    return ref.at[tiles, pl.ds(first * per_token, per_token << bit)]
+
                 return pltpu.make_async_copy(
-                    *ends(lambda ref: ref.at[own, pl.ds(first, size)], lambda buf: buf.at[:, pl.ds(at, size)])
+                    *ends(lambda ref: part(ref, own, first_token + done), lambda buf: part(buf, slice(None), done))
                 )
 
-            copies.append(((units >> bit) & 1 == 1, copy))
+            copies.append(((tokens >> bit) & 1 == 1, copy))
         return _AsyncCopies(copies)
 
 

@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.experimental import pallas as pl
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.experimental.pallas import tpu as pltpu
 
 from levanter_infer.kernels.call import AttentionCall
@@ -29,8 +30,10 @@ from levanter_infer.kernels.rules import MASKED, NOTHING_SEEN
 from levanter_infer.kernels.tpu.pipeline import Inputs, Pipeline, mapped_keys, run_kernel
 from levanter_infer.kernels.tpu.pool import LANES, TpuPool, pairs, side_by_side
 from levanter_infer.kernels.tpu.scales import KEYS, VALUES, scales_of_keys
-from levanter_infer.kernels.tpu.sizes import SUBLANES, Scratch, Sizes, Tile, align_queries
+from levanter_infer.kernels.tpu.sizes import SUBLANES, Scratch, Sizes, Tile
+from levanter_infer.kernels.tpu.tables import Tables
 from levanter_infer.kernels.tpu.tiling import adds_late, transposes_queries, vmem_bytes
+from levanter_infer.kernels.tpu.word_rows import copied_dtype, store_rows, word_rows
 from levanter_infer.kernels.tpu.work_items import Item, Rows
 
 STRIPE = 256
@@ -39,16 +42,15 @@ CHUNK = 256
 """Keys that softmax and the matmuls of a stripe take at once."""
 BEYOND = 2**30
 """A position behind all queries."""
-_MAX_PAIRS = 2**22
-"""Up to so many pairs a comparison of all takes fewer cycles than a search."""
 
 
 def prefill_attention(
-    call: AttentionCall, tile: Tile, operand: jnp.dtype, *, invariant: bool = False, interpret
+    call: AttentionCall, tile: Tile, tables: Tables, operand: jnp.dtype, *, invariant: bool = False, interpret
 ) -> Array:
     """Attention of rows with two or more queries.
 
     Args:
+        tables: `Tables.of(call, tile)`.
         operand: dtype of the matmuls' operands.
         invariant: compute all rows, and every query by the same operations in the same order, whatever other queries
             stand in its query block and whichever keys they see: sub-block of keys after sub-block, which begin at
@@ -69,9 +71,9 @@ def prefill_attention(
         invariant=invariant,
         adds_late=adds_late(),
         transposes_queries=transposes_queries(),
+        interpreted=bool(interpret),
         vmem_bytes=vmem_bytes(),
     )
-    q_starts, source, target = _aligned(call, align_queries(per_group), sizes.least_queries)
 
     def by_column(values: Array) -> Array:
         """[Hq] -> [groups, 8, columns]"""
@@ -79,50 +81,18 @@ def prefill_attention(
         columns = jnp.pad(columns, ((0, 0), (0, sizes.columns - sizes.rows)))
         return jnp.broadcast_to(columns[:, None], (groups, SUBLANES, sizes.columns))
 
-    q = pool.pack_queries(call.q.astype(operand)).at[source].get(mode="clip")
-    q = q.transpose(1, 3, 0, 2, 4).reshape(groups * pool.lane_tiles, -1, LANES)
+    q = pool.pack_queries(call.q.astype(copied_dtype(operand, per_group)))
+    q = word_rows(q.transpose(1, 3, 0, 2, 4).reshape(groups * pool.lane_tiles, -1, LANES))
     if not interpret:
         # Else XLA may put them in VMEM, where a copy is a loop of loads and stores.
         q = pltpu.with_memory_space_constraint(q, memory_space=pltpu.HBM)
-    out = run_kernel(attend_prefill, call, sizes, Inputs.of(call, sizes, q, by_column), q_starts, interpret=interpret)
-    out = out.reshape(groups, pool.value_tiles, -1, per_group, LANES).transpose(2, 0, 3, 1, 4)
-    out = out.at[target].get(mode="clip")
-    return pool.unpack_outputs(out.reshape(num_tokens, groups, per_group, pool.value_tiles * LANES))
-
-
-def _aligned(call: AttentionCall, align: int, least: int) -> tuple[Array, Array, Array]:
-    """A layout of the tokens of rows with `least` or more, in which each row begins at a multiple of `align`.
-
-    Returns: the first position of each row in it, i32[R]; the token at each position; the position of each token,
-        i32[T].
-    """
-    q_lens = jnp.where(call.q_lens >= least, call.q_lens, 0)
-    ends = jnp.cumsum((q_lens + (align - 1)) // align * align)
-    q_starts = jnp.concatenate([jnp.zeros(1, jnp.int32), ends[:-1]]).astype(jnp.int32)
-    rows = min(call.num_rows, call.num_tokens // least)
-    capacity = call.num_tokens + (align - 1) * rows
-    aligned = jnp.arange(-(-capacity // align) * align, dtype=jnp.int32)
-    last = call.num_rows - 1
-    row = jnp.minimum(_row_at(ends, aligned), last)
-    source = call.cu_q_lens[row] + aligned - q_starts[row]
-    token = jnp.arange(call.num_tokens, dtype=jnp.int32)
-    row = jnp.minimum(row_of_token(call), last)
-    return q_starts, source, q_starts[row] + token - call.cu_q_lens[row]
-
-
-def row_of_token(call: AttentionCall) -> Array:
-    """The row of each token, i32[T]; R or less for padding."""
-    return _row_at(call.cu_q_lens[1:], jnp.arange(call.num_tokens, dtype=jnp.int32))
-
-
-def _row_at(ends: Array, places: Array) -> Array:
-    """The number of `ends` at or before each place.
-
-    Up to `_MAX_PAIRS` all pairs are compared at once. A search is a loop of gathers: of 512 places among 256 ends it
-    takes a v5e 9 steps of some 6,000 cycles, and comparing takes 3,500; of 8,192 among 1,024 comparing takes 84,000.
-    """
-    method = "compare_all" if ends.size * places.size <= _MAX_PAIRS else "scan"
-    return jnp.searchsorted(ends, places, side="right", method=method).astype(jnp.int32)
+    inputs = Inputs.of(call, tables, q, by_column)
+    out = run_kernel(attend_prefill, call, sizes, tables.rows, inputs, interpret=interpret)
+    out = out.reshape(groups, pool.value_tiles, num_tokens, per_group, LANES).transpose(2, 0, 3, 1, 4)
+    out = pool.unpack_outputs(out.reshape(num_tokens, groups, per_group, pool.value_tiles * LANES))
+    out = out.astype(call.q.dtype)
+    # Else XLA lets the output projection read tokens in lanes, and its matmuls take longer.
+    return out if interpret else with_layout_constraint(out, Layout((0, 1, 2)))
 
 
 def attend_prefill(rows: Rows, inputs: Inputs, out_ref, scratch: Scratch, *, call: AttentionCall, sizes: Sizes):
@@ -377,7 +347,7 @@ class _Block:
         own = self.scratch.q_columns_ref
         if own is None:
             first = stripe.group * self.sizes.pool.lane_tiles
-            q = side_by_side([self.scratch.q_buf[q_slot, first + t, stripe.columns] for t in tiles])
+            q = side_by_side([self.pipeline.queries(q_slot, first + t, stripe.first, stripe.count) for t in tiles])
             return q, (((1,), (1,)), ((), ()))
         numbers = pl.ds(tiles[0] * LANES, len(tiles) * LANES)
         slabs = range(stripe.first // LANES, (stripe.first + stripe.count) // LANES)
@@ -497,4 +467,5 @@ def _finish(sizes: Sizes, scratch: Scratch, slot) -> None:
         scale = jnp.float32(1) / jnp.where(denominator == 0, jnp.float32(1), denominator)
         for t in range(tiles):
             outputs = scratch.acc_ref[group, pl.ds(t * LANES, LANES)] * scale
-            out[slot, group * tiles + t] = outputs.astype(out.dtype).T
+            at = slot, group * tiles + t
+            store_rows(out, at, outputs.astype(out.dtype).T, interpreted=sizes.interpreted)

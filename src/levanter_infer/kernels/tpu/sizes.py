@@ -4,10 +4,12 @@ import dataclasses
 import math
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import tpu as pltpu
 
 from levanter_infer.kernels.tpu.pool import LANES, TpuPool
+from levanter_infer.kernels.tpu.word_rows import copied_dtype, packing
 
 SUBLANES = 8
 """Rows of a register of 32-bit numbers."""
@@ -16,7 +18,7 @@ OUT_SLOTS = 2
 
 
 def align_queries(heads_per_group: int) -> int:
-    """Alignment, in queries, of the start of each sequence's queries: so many fill whole tiles of 16 rows."""
+    """Fewest queries that fill whole tiles of 16 rows."""
     return 16 // math.gcd(heads_per_group, 16)
 
 
@@ -35,6 +37,11 @@ class Tile:
     """Queries of a query block: 1 for decode; else a power of two times `align_queries`."""
     row_shares: int = 1
     """Grid steps that share the rows of each part, or their query blocks: every so-manyth is one step's."""
+
+    @property
+    def id_chunks(self) -> int:
+        """Copies of 128 page ids per work item."""
+        return max(1, self.pages // LANES)
 
 
 class Scratch(NamedTuple):
@@ -57,21 +64,22 @@ class Scratch(NamedTuple):
     kv_sem: Any
     """DMA semaphores [slots]; the copies of all pages of an item signal the same one."""
     out_buf: Any
-    """VMEM [OUT_SLOTS, out_tiles, rows, 128], the dtype of q: outputs of a query block, of as many rows as `q_buf`."""
+    """VMEM [OUT_SLOTS, out_tiles, rows, 128], the dtype of q: outputs of a query block, of as many rows as `q_buf`, for
+    prefill as its word rows."""
     out_sem: Any
     """DMA semaphores [OUT_SLOTS]."""
     out_tokens: Any
     """SMEM i32[OUT_SLOTS]: number of queries whose outputs are in a buffer."""
     q_buf: Any
     """VMEM [slots, q_tiles, rows, 128], the operands' dtype: queries of a query block; for prefill with as many rows as
-    there are columns."""
+    there are columns, as `word_rows`."""
     q_sem: Any
     """DMA semaphores [slots]."""
     l_ref: Any
     """VMEM, of the shape of m: running denominator, one partial sum per lane, for prefill per sublane."""
     q_columns_ref: Any = None
-    """Prefill with `Sizes.transposes_queries`: VMEM [groups, columns / 128, numbers of a query, 128], the queries of the
-    current query block, in slabs of 128 columns."""
+    """Prefill with `Sizes.transposes_queries`: VMEM [groups, columns / 128, numbers of a query, 128], the queries of
+    the current query block, in slabs of 128 columns."""
     factor_ref: Any = None
     """Prefill: VMEM, of the shape of m: factor of acc and l, for the maximum of the keys whose scores are stored."""
     score_ref: Any = None
@@ -100,6 +108,8 @@ class Sizes:
     """Whether prefill multiplies the values of some keys after it has computed the scores of the next ones."""
     transposes_queries: bool = False
     """Whether prefill transposes the queries of a query block once, and not in each matmul."""
+    interpreted: bool = False
+    """Whether Pallas interprets the kernel."""
     vmem_bytes: int | None = None
     """Bytes of VMEM that the kernel may take; None for the compiler's default."""
     in_words: bool = False
@@ -170,11 +180,6 @@ class Sizes:
         """All slabs per part, with the scales'."""
         return self.number_slabs + self.pool.scaled
 
-    @property
-    def id_chunks(self) -> int:
-        """Copies of 128 page ids per work item."""
-        return max(1, self.tile.pages // LANES)
-
     def keys(self, group: int, t: int) -> int:
         """Index of a slab of a group's keys."""
         return self.pool.sides * group * self.pool.lane_tiles + t
@@ -183,11 +188,19 @@ class Sizes:
         """Index of a slab of a group's values."""
         return self.keys(group, t) + (self.pool.sides - 1) * self.pool.lane_tiles
 
+    def block(self, tiles: int, dtype: jnp.dtype) -> jax.ShapeDtypeStruct:
+        """Shape and dtype of the queries or outputs of a query block, of so many tiles of 128 lanes."""
+        if self.tile.queries == 1:
+            return jax.ShapeDtypeStruct((tiles, self.rows, LANES), dtype)
+        dtype = copied_dtype(dtype, self.heads_per_group)
+        pack = packing(dtype)
+        return jax.ShapeDtypeStruct((tiles, self.columns // pack, pack, LANES), dtype)
+
     def scratch(self, kv_dtype, q_dtype) -> Scratch:
         tile, dma = self.tile, pltpu.SemaphoreType.DMA
         page, is_prefill, f32 = (self.slabs, self.page_size, LANES), tile.queries > 1, jnp.float32
         rows, value = self.columns if is_prefill else self.rows, self.pool.value_tiles * LANES
-        q_block, out_block = ((tiles, rows, LANES) for tiles in (self.q_tiles, self.out_tiles))
+        q_block, out_block = self.block(self.q_tiles, self.operand), self.block(self.out_tiles, q_dtype)
         q_columns = (self.groups, rows // LANES, self.pool.lane_tiles * LANES, LANES)
         per_group = pltpu.VMEM((self.groups, *((SUBLANES, rows) if is_prefill else (rows, LANES))), f32)
         prefill = dict(
@@ -201,15 +214,15 @@ class Sizes:
         own = prefill if is_prefill else dict(acc_ref=sums)
         return Scratch(
             m_ref=per_group,
-            page_ids_buf=pltpu.SMEM((tile.slots + 1, self.id_chunks, 1, LANES), jnp.int32),
+            page_ids_buf=pltpu.SMEM((tile.slots + 1, tile.id_chunks, 1, LANES), jnp.int32),
             page_ids_sem=dma((tile.slots + 1,)),
             items=pltpu.SMEM((tile.slots + 1, 16), jnp.int32),
             kv_buf=pltpu.VMEM((tile.slots, tile.pages, *page), kv_dtype),
             kv_sem=dma((tile.slots,)),
-            out_buf=pltpu.VMEM((OUT_SLOTS, *out_block), q_dtype),
+            out_buf=pltpu.VMEM((OUT_SLOTS, *out_block.shape), out_block.dtype),
             out_sem=dma((OUT_SLOTS,)),
             out_tokens=pltpu.SMEM((OUT_SLOTS,), jnp.int32),
-            q_buf=pltpu.VMEM((tile.slots, *q_block), self.operand),
+            q_buf=pltpu.VMEM((tile.slots, *q_block.shape), q_block.dtype),
             q_sem=dma((tile.slots,)),
             l_ref=per_group,
             **own,

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from levanter_infer.kernels.tpu.pool import LANES, TpuPool
 from levanter_infer.kernels.tpu.sizes import Tile, align_queries
+from levanter_infer.kernels.tpu.word_rows import copied_dtype
 
 GENERATIONS = {"TPU v4": "v4", "TPU v5 lite": "v5e", "TPU v5": "v5p", "TPU v6 lite": "v6e"}
 """Generations by jax's `device_kind`."""
@@ -34,7 +35,7 @@ _PREFILL_TILES = {"v6e": (16, 32)}
 """Tiles of 128 keys, all heads of a part together, per KV block of the prefill path: of few heads, whose KV blocks are
 longer than others', and of many, at most; 8 of both elsewhere. A turn of its loop begins and ends with the latency of
 the matrix unit, which weighs less with more of them."""
-_VMEM_BYTES = {"v6e": 48 << 20}
+_VMEM_BYTES = {"v6e": 64 << 20}
 """VMEM that the prefill path may take. The compiler's default is 16 MiB, which is all that a core of v4 has, and 32 on
 v6e, which has 128."""
 
@@ -122,7 +123,8 @@ def propose(shape: TileShape) -> Tiles:
     slots = 3 if 3 * pages * page_bytes <= _DECODE_BYTES * parts else 2
     per_group = shape.q_per_kv * pool.heads_per_group
     align = align_queries(per_group)
-    rows = _PREFILL_ROWS // (max(1, pool.lane_tiles // 2) if _is_wide(shape) else 1)
+    has_wide_queries = copied_dtype(jnp.bfloat16, per_group) != jnp.bfloat16
+    rows = _PREFILL_ROWS // (max(1, pool.lane_tiles // 2) if _is_wide(shape) or has_wide_queries else 1)
     queries = align * _floor_power(max(1, rows // per_group // align))
     prefill_parts, tokens = _prefill_sizes(shape)
     prefill_pages = _floor_power(max(1, tokens // page_size))

@@ -28,8 +28,6 @@ class Rows(NamedTuple):
     """i32[len(Scalar)]"""
     has_unmapped_page: Any
     """i32[R], of `has_unmapped_page`."""
-    q_starts: Any = None
-    """i32[R], first token of each row in `Inputs.q` and in the output; None for `cu_q_lens`."""
 
 
 class Item(enum.IntEnum):

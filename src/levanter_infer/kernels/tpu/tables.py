@@ -1,0 +1,55 @@
+"""What the kernels of both paths read of the tables of a call, beside queries, keys and values."""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import Array
+
+from levanter_infer.kernels.call import AttentionCall
+from levanter_infer.kernels.tpu.pool import LANES
+from levanter_infer.kernels.tpu.sizes import Tile
+from levanter_infer.kernels.tpu.work_items import Rows, Scalar
+
+
+class Tables(NamedTuple):
+    """The tables of a call, for one path. All but the scalars are the same in every layer of a step."""
+
+    rows: Rows
+    page_ids: Array
+    """i32[R * chunks, 1, 128]: the page table in chunks that can be copied one by one."""
+
+    @staticmethod
+    def of(call: AttentionCall, tile: Tile) -> "Tables":
+        num_rows, max_pages = call.page_indices.shape
+        chunks = -(-max_pages // max(LANES, tile.pages)) * tile.id_chunks
+        padded = jnp.pad(call.page_indices, ((0, 0), (0, chunks * LANES - max_pages)))
+        rows = Rows(call.seq_lens, call.cu_q_lens, _scalars(call, chunks), _has_unmapped_page(call))
+        return Tables(rows, padded.reshape(num_rows * chunks, 1, LANES))
+
+
+def _scalars(call: AttentionCall, id_chunks: int) -> Array:
+    """i32[len(Scalar)].
+
+    Everything that depends on the sizes of the pool and of the page table is data: kernels with the same tiles are the
+    same whatever they read from, so that one that compiles answers for the others (scripts/sweep_tpu.py).
+    """
+    window, num_pages = call.rules.sliding_window, call.kv_pages.shape[1]
+    values = {
+        Scalar.FIRST_PAGE: call.layer * num_pages,
+        Scalar.NUM_SEQS: call.num_seqs,
+        Scalar.WINDOW: jnp.int32(0) if window is None else window,
+        Scalar.LAYER_PAGES: jnp.int32(num_pages),
+        Scalar.ID_CHUNKS: jnp.int32(id_chunks),
+        Scalar.LAST_ROW: jnp.int32(call.num_rows - 1),
+    }
+    return jnp.stack([values[entry] for entry in Scalar])
+
+
+def _has_unmapped_page(call: AttentionCall) -> Array:
+    """i32[R]: 1 where a page between the first and the last key that the row's queries see is none. All items of such a
+    row are computed with masks, so that the page ids of the other rows need not be checked one by one."""
+    first = call.rules.first_seen(call.seq_lens - call.q_lens) // call.page_size
+    end = (call.seq_lens + (call.page_size - 1)) // call.page_size
+    column = jnp.arange(call.page_indices.shape[1], dtype=jnp.int32)[None, :]
+    unmapped = (call.page_indices >= call.kv_pages.shape[1]) & (column >= first[:, None]) & (column < end[:, None])
+    return jnp.any(unmapped, axis=1).astype(jnp.int32)
