@@ -1,6 +1,7 @@
 """`PageBatchInfo`: the packed batch of one step, as the model and paged attention see it."""
 
 import dataclasses
+from typing import Any
 
 import equinox as eqx
 import haliax.haxtyping as ht
@@ -45,6 +46,8 @@ class PageBatchInfo(eqx.Module):
     page_size: int = eqx.field(static=True)
     windows: tuple[WindowBatch, ...] = ()
     """As `Shapes.windows`, for pools of layers whose window has pages of its own."""
+    write_plan: Any = None
+    """`Backend.write_plan` of one pool (`KvPages.planned`); None: none has been computed."""
 
     def in_group(self, group: int) -> "PageBatchInfo":
         """The batch for the pools of one numbering of pages: 0 is the tables', `i` that of `windows[i - 1]`."""

@@ -9,6 +9,7 @@ import equinox as eqx
 import jax.numpy as jnp
 from jax import Array
 
+from levanter_infer.cache.batch_info import PageBatchInfo
 from levanter_infer.cache.memory import Memory, PoolSizes
 from levanter_infer.cache.pool import Pool
 from levanter_infer.cache.slot_state import SlotState
@@ -51,6 +52,10 @@ class Cache(eqx.Module):
         kept = dataclasses.replace(sizes, num_slots=sizes.num_snapshots)
         snapshots = [spec.memory.init(len(spec.layers), kept) for spec in pools if not spec.memory.is_paged]
         return Cache(found, groups, tuple(pool for pool in snapshots if isinstance(pool, SlotState)))
+
+    def batch_of(self, number: int, batch: PageBatchInfo) -> PageBatchInfo:
+        """A step's batch for the layers of one pool, with what they have in common."""
+        return self.pools[number].planned(batch.in_group(self.groups[number]))
 
     def with_pool(self, number: int, pool: Pool) -> "Cache":
         """The cache with a new value of one pool."""

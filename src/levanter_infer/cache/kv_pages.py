@@ -68,6 +68,11 @@ class KvPages(Pool):
         pages = self.num_layers, self.num_pages, self.page_size
         return PoolShape(*pages, self.num_kv_heads, self.head_size, self.dtype, self.is_latent)
 
+    def planned(self, batch: PageBatchInfo) -> PageBatchInfo:
+        """With the plan of the layers' writes."""
+        plan = self.backend.write_plan(self.pages.array, batch.new_token_dests.array)
+        return dataclasses.replace(batch, write_plan=plan)
+
     def write(self, layer: Array, batch: PageBatchInfo, k: NamedArray, v: NamedArray) -> "KvPages":
         """Store the step's new keys and values of one layer, all tokens at once.
 
@@ -81,8 +86,8 @@ class KvPages(Pool):
         """As `write`, into a pool of latents. Args: latents: [T, kv_head, head_size], their keys rotated."""
         assert self.is_latent, "a pool of keys and values"
         page, offset = batch.pages_and_offsets()
-        write = KvWrite(latents, None, layer, batch.new_token_dests.array, page, offset, self.dtype)
-        return self._written(write)[1]
+        dests, plan = batch.new_token_dests.array, batch.write_plan
+        return self._written(KvWrite(latents, None, layer, dests, page, offset, self.dtype, plan=plan))[1]
 
     def rotates(self, rotation: Rotation, q: Array, k: NamedArray) -> bool:
         """Whether `rotate_and_write` takes these. Requires: the backend fuses a rotation. Args: as its own."""
@@ -105,7 +110,8 @@ class KvPages(Pool):
     def _write_of(self, layer: Array, batch: PageBatchInfo, k: NamedArray, v: NamedArray) -> KvWrite:
         keys, values = (side.rearrange((TOKEN, KV_HEADS, HEAD_SIZE)).array for side in (k, v))
         page, offset = batch.pages_and_offsets()
-        return KvWrite(keys, values, layer, batch.new_token_dests.array, page, offset, self.dtype)
+        dests, plan = batch.new_token_dests.array, batch.write_plan
+        return KvWrite(keys, values, layer, dests, page, offset, self.dtype, plan=plan)
 
     def _written(self, write: KvWrite) -> tuple[Array | None, "KvPages"]:
         with jax.named_scope(scopes.KV_WRITE):

@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from levanter_infer.cache.batch_info import PageBatchInfo
+
 
 class Pool(eqx.Module):
     """The storage of the layers with one kind of memory (`cache/memory.py`), for all sequences.
@@ -51,6 +53,10 @@ class Pool(eqx.Module):
     @abstractmethod
     def put(self, entries: Array, contents: Any) -> Self:
         """Store what `take` gave into `entries`, i32[n]; absent ones are ignored."""
+
+    def planned(self, batch: PageBatchInfo) -> PageBatchInfo:
+        """A step's batch with what the layers of this pool derive from it alike."""
+        return batch
 
     def zero(self) -> Self:
         """The same pool with every byte cleared, for debugging and for callers that must wipe."""

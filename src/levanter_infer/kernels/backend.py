@@ -380,6 +380,14 @@ class Backend(ABC):
         """
         return 1.0, rules
 
+    def write_plan(self, pool: Array, dests: Array) -> Any:
+        """What `write_kv` derives from the destinations of a step's tokens, for `KvWrite.plan`. It is the same in every
+        layer, and computed once. None: nothing.
+
+        Args: dests: as of `KvWrite`.
+        """
+        return None
+
     @abstractmethod
     def write_kv(self, pool: Array, write: KvWrite) -> tuple[Array | None, Array]:
         """Store keys and values, in place where the pool is donated.

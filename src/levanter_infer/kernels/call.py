@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax.numpy as jnp
 from jax import Array
@@ -149,6 +150,8 @@ class KvWrite:
     """[T, Hq, D], queries that are yet to be rotated; None where queries and keys are rotated already."""
     rotation: Rotation | None = None
     """Rotation of `q` and `k`; only for backends that fuse it (`Backend.fuses`)."""
+    plan: Any = None
+    """`Backend.write_plan` of the pool and `dests`; None: it is computed where it is needed."""
 
 
 @dataclass(frozen=True)

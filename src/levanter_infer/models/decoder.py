@@ -470,6 +470,7 @@ class DecoderModel(eqx.Module):
         num_tokens = batch.cu_q_lens.array[-1]
         inputs = self._inputs(batch.positions, attention, self._max_seq_len(batch, attention), num_tokens)
         rows = RaggedRows.of(batch) if cache.has_slots else None
+        batches = [cache.batch_of(pool, batch) for pool in range(len(cache.pools))]
 
         def run(group: Group[Block], trip: Array, carry):
             """One trip of a group's loop."""
@@ -490,11 +491,10 @@ class DecoderModel(eqx.Module):
                 return parts[0], _index(indices, trip, further)
 
             x, cache, chosen = carry
-            seen: list[Array] = []
+            seen, pools, mixers, convolve = list[Array](), [], [], None
             on_choice, block = None if chosen is None else seen.append, body.item
             stack, index = at(self.config.stored_at)
             layer = with_ring(self.stacks[stack].at(index, num_tokens), ring)
-            pools, mixers, convolve = [], [], None
             if layer.convs is not None:
                 slots, number = at(functools.partial(self.config.remembered_at, is_paged=False))
                 state = cache.pools[slots]
@@ -510,7 +510,7 @@ class DecoderModel(eqx.Module):
                     inputs=with_convolution(inputs(block), convolve),
                     kv=cache.pools[pool],  # type: ignore[arg-type]
                     layer=index,
-                    batch=batch.in_group(cache.groups[pool]),
+                    batch=batches[pool],
                 )
                 pools, mixers = [*pools, pool], [*mixers, attend]
             if layer.recurrent is not None:

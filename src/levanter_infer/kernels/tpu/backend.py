@@ -106,6 +106,9 @@ class TpuBackend(XlaBackend):
     def scale_in_queries(self, rules: ScoreRules) -> tuple[float, ScoreRules]:
         return rules.with_scale_in_queries()
 
+    def write_plan(self, pool: Array, dests: Array) -> WritePlan:
+        return WritePlan.of(pool, dests)
+
     def write_kv(self, pool: Array, write: KvWrite) -> tuple[Array | None, Array]:
         # Under a `shard_map` these are the heads of one device.
         kv_heads, head_dim = write.k.shape[1:]
@@ -122,8 +125,7 @@ class TpuBackend(XlaBackend):
             stored = packed.astype(pages.dtype)
             return pages.at[write.layer, write.page, :, write.offset].set(stored, mode="drop")
 
-        # Computed out here, from where XLA moves it in front of the loop over layers.
-        plan = WritePlan.of(pool, write.dests)
+        plan = self.write_plan(pool, write.dests) if write.plan is None else write.plan
         return q, jax.lax.platform_dependent(
             pool, tpu=lambda pages: write_kv(pages, write.layer, packed, plan), default=scatter
         )
@@ -214,39 +216,55 @@ def tpu_attention(
     tiles = choose(shape) if tiles is None else tiles
     if not interpret and not call.is_q_ordered:
         call = dataclasses.replace(call, q=_tokens_in_lanes(call.q))
+
+    def ordered(x: Array) -> Array:
+        """Stored axis by axis. Else XLA lets the output projection read tokens in lanes, which takes it longer."""
+        return x if interpret else with_layout_constraint(x, Layout(tuple(range(x.ndim))))
+
     if invariant:
         tile = cut_queries(invariant_tile(tiles, shape), shape, call.num_tokens)
         tables = Tables.of(call, tile)
-        return _without_padding(call, prefill_attention(call, tile, tables, operand, invariant=True, interpret=params))
+        out = prefill_attention(call, tile, tables, operand, invariant=True, interpret=params)
+        return _behind_barrier(_without_padding(call, out, ordered)).reshape(call.out_shape)
     out = decode_attention(call, tiles.decode, operand, interpret=params)
+    rows = _without_padding(call, out, ordered)
     if call.num_tokens > 1:
         prefill = cut_queries(tiles.prefill, shape, call.num_tokens)
         # Computed out here, from where XLA moves them in front of the loop over layers.
-        tables, is_decode = Tables.of(call, prefill), _is_decode(call)
+        tables, is_chunk = Tables.of(call, prefill), _is_of_chunk(call)
 
-        def with_prefill(carry):
-            prefilled = prefill_attention(call, prefill, tables, operand, interpret=params)
-            return jnp.bool(False), jnp.where(is_decode[:, None, None], carry[1], prefilled)
+        def with_chunks(carry):
+            out = ordered(prefill_attention(call, prefill, tables, operand, interpret=params))
+            return jnp.bool(False), ordered(jnp.where(is_chunk[:, None], _as_rows(call, out), carry[1]))
 
         # A loop of no or one turn, because a branch (`lax.cond`) would copy what it carries on other devices.
         with jax.named_scope(scopes.CHUNKS):
-            _, out = jax.lax.while_loop(lambda carry: carry[0], with_prefill, (jnp.any(call.q_lens > 1), out))
-    return _without_padding(call, out)
+            _, rows = jax.lax.while_loop(lambda carry: carry[0], with_chunks, (jnp.any(call.q_lens > 1), rows))
+    return _behind_barrier(rows).reshape(call.out_shape)
 
 
-def _is_decode(call: AttentionCall) -> Array:
-    """bool[T]: whether a token is the only query of its row. A search for the row would be a loop of gathers."""
+def _is_of_chunk(call: AttentionCall) -> Array:
+    """bool[T]: whether a token is one of several queries of its row."""
+    # A search for the row would be a loop of gathers.
     token = jnp.arange(call.num_tokens, dtype=jnp.int32)[:, None]
-    return jnp.any((call.cu_q_lens[None, :-1] == token) & (call.q_lens[None, :] == 1), axis=1)
+    starts = call.cu_q_lens[None, :-1]
+    return jnp.any((starts <= token) & (token < starts + call.q_lens[None, :]) & (call.q_lens[None, :] > 1), axis=1)
 
 
-def _without_padding(call: AttentionCall, out: Array) -> Array:
-    """The output with zeros for padding tokens."""
+def _as_rows(call: AttentionCall, out: Array) -> Array:
+    """The output as the output projection reads it, [T, numbers of a token]."""
+    return out.reshape(call.num_tokens, -1)
+
+
+def _without_padding(call: AttentionCall, out: Array, ordered: Callable[[Array], Array]) -> Array:
+    """`_as_rows`, with zeros for padding tokens."""
     live = jnp.arange(call.num_tokens, dtype=jnp.int32) < call.cu_q_lens[call.num_seqs]
-    rows = jnp.where(live[:, None], out.reshape(call.num_tokens, -1), jnp.zeros((), out.dtype))
-    # Behind a barrier, so that XLA brings them into the order of the output projection once, and not in each of the
-    # matmuls that read them.
-    return jax.lax.optimization_barrier(rows).reshape(out.shape)
+    return ordered(jnp.where(live[:, None], _as_rows(call, out), jnp.zeros((), out.dtype)))
+
+
+def _behind_barrier(rows: Array) -> Array:
+    """So that XLA brings them into the order of the output projection once, and not in each of the matmuls."""
+    return jax.lax.optimization_barrier(rows)
 
 
 def _tokens_in_lanes(q: Array) -> Array:

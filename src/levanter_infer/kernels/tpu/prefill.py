@@ -81,7 +81,11 @@ def prefill_attention(
         columns = jnp.pad(columns, ((0, 0), (0, sizes.columns - sizes.rows)))
         return jnp.broadcast_to(columns[:, None], (groups, SUBLANES, sizes.columns))
 
-    q = pool.pack_queries(call.q.astype(copied_dtype(operand, per_group)))
+    q = call.q.astype(copied_dtype(operand, per_group))
+    if not interpret:
+        # Else XLA brings them into the order of heads first in every step, with chunks or without.
+        q = with_layout_constraint(q, Layout((0, 1, 2)))
+    q = pool.pack_queries(q)
     q = word_rows(q.transpose(1, 3, 0, 2, 4).reshape(groups * pool.lane_tiles, -1, LANES))
     if not interpret:
         # Else XLA may put them in VMEM, where a copy is a loop of loads and stores.
@@ -90,9 +94,7 @@ def prefill_attention(
     out = run_kernel(attend_prefill, call, sizes, tables.rows, inputs, interpret=interpret)
     out = out.reshape(groups, pool.value_tiles, num_tokens, per_group, LANES).transpose(2, 0, 3, 1, 4)
     out = pool.unpack_outputs(out.reshape(num_tokens, groups, per_group, pool.value_tiles * LANES))
-    out = out.astype(call.q.dtype)
-    # Else XLA lets the output projection read tokens in lanes, and its matmuls take longer.
-    return out if interpret else with_layout_constraint(out, Layout((0, 1, 2)))
+    return out.astype(call.q.dtype)
 
 
 def attend_prefill(rows: Rows, inputs: Inputs, out_ref, scratch: Scratch, *, call: AttentionCall, sizes: Sizes):

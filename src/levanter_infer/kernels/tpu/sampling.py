@@ -26,6 +26,8 @@ _ROWS_AT_ONCE = 64
 """Rows of a block where a row is short, at most: what waits for one register's lanes is done beside others."""
 _CHUNK = 512
 """Logits of a row that a trip of a loop reads."""
+_WIDE_CHUNK = 4096
+"""The same for kernels that do little with each, so that fewer would wait for the results of the units."""
 _FAN = 16
 _KEY_BITS, _SIGN = 32, -(2**31)
 _MAX_BLOCK_BYTES = 6 * 2**20
@@ -81,7 +83,7 @@ def logit_stats(logits: Array, num_rows: Array, *, interpret: Interpret = False)
     rows, num = logits.shape
     column = jax.ShapeDtypeStruct((rows, 1), jnp.float32)
     outs = (column, column, jax.ShapeDtypeStruct((rows, 1), jnp.int32))
-    kernel, width = functools.partial(_stats, num=num), _padded(num)
+    kernel, width = functools.partial(_stats, num=num), pl.cdiv(num, _WIDE_CHUNK) * _WIDE_CHUNK
     peak, total, best = _by_blocks("logit_stats", kernel, logits, num_rows, (), outs, (), interpret, width=width)
     return peak[:, 0], total[:, 0], best[:, 0]
 
@@ -100,7 +102,7 @@ def candidates(logits: Array, parts: int, num_rows: Array, *, interpret: Interpr
         jax.ShapeDtypeStruct((rows, 1), jnp.float32),
     )
     kernel = functools.partial(_candidates, num=num, depth=depth)
-    width = _padded(num)
+    width = pl.cdiv(num, _WIDE_CHUNK) * _WIDE_CHUNK
     values, bound = _by_blocks("candidates", kernel, logits, num_rows, (), outs, (), interpret, width=width)
     return values, bound[:, 0]
 
@@ -246,17 +248,17 @@ def _by_blocks(
     )(jnp.reshape(num_rows, 1), values, *others)
 
 
-def _chunks(refs, num: int, init, step: Callable):
-    """`carry = step(carry, chunk, index of its first logit, whether some of it is past the end)` over all chunks."""
+def _chunks(refs, num: int, init, step: Callable, size: int = _CHUNK):
+    """`carry = step(carry, chunk, index of its first logit)` over all chunks of `size` logits, -inf past the end."""
 
     def one(index, carry):
-        start = pl.multiple_of(index * _CHUNK, _CHUNK)
-        return step(carry, refs[:, pl.ds(start, _CHUNK)], start)
+        start = pl.multiple_of(index * size, size)
+        return step(carry, refs[:, pl.ds(start, size)], start)
 
-    carry = jax.lax.fori_loop(0, num // _CHUNK, one, init)
-    if num % _CHUNK:
-        start = num // _CHUNK * _CHUNK
-        chunk = refs[:, start : start + _CHUNK]
+    carry = jax.lax.fori_loop(0, num // size, one, init)
+    if num % size:
+        start = num // size * size
+        chunk = refs[:, start : start + size]
         carry = step(carry, jnp.where(_lanes(chunk) < num - start, chunk, -jnp.inf), start)
     return carry
 
@@ -267,16 +269,25 @@ def _lanes(like: Array) -> Array:
 
 def _stats(logits, peak_out, total_out, best_out, *, num: int):
     shape = (_ROWS, _CHUNK)
-    most = _chunks(logits, num, jnp.full(shape, -jnp.inf), lambda most, chunk, _: jnp.maximum(most, chunk))
+
+    def largest(most, chunk, _):
+        for place in range(0, _WIDE_CHUNK, _CHUNK):
+            most = jnp.maximum(most, chunk[:, place : place + _CHUNK])
+        return most
+
+    most = _chunks(logits, num, jnp.full(shape, -jnp.inf), largest, _WIDE_CHUNK)
     peak = jnp.max(most, axis=1, keepdims=True)
     shift = jnp.where(peak == -jnp.inf, 0.0, peak)
 
     def add(carry, chunk, start):
         total, best = carry
-        place = jnp.where(chunk == peak, start, num)
-        return total + jnp.exp(chunk - shift), jnp.minimum(best, place)
+        for place in range(0, _WIDE_CHUNK, _CHUNK):
+            part = chunk[:, place : place + _CHUNK]
+            total = total + jnp.exp(part - shift)
+            best = jnp.minimum(best, jnp.where(part == peak, start + place, num))
+        return total, best
 
-    total, best = _chunks(logits, num, (jnp.zeros(shape), jnp.full(shape, num, jnp.int32)), add)
+    total, best = _chunks(logits, num, (jnp.zeros(shape), jnp.full(shape, num, jnp.int32)), add, _WIDE_CHUNK)
     peak_out[...] = peak
     total_out[...] = jnp.sum(total, axis=1, keepdims=True)
     best = jnp.where(best < num, best + _lanes(best), num)
@@ -285,7 +296,7 @@ def _stats(logits, peak_out, total_out, best_out, *, num: int):
 
 def _candidates(logits, out, bound, *, num: int, depth: int):
     def insert(bests, chunk, _):
-        for place in range(0, _CHUNK, LANES):
+        for place in range(0, _WIDE_CHUNK, LANES):
             value, sorted_bests = chunk[:, place : place + LANES], []
             for best in bests:
                 sorted_bests.append(jnp.maximum(best, value))
@@ -293,7 +304,7 @@ def _candidates(logits, out, bound, *, num: int, depth: int):
             bests = tuple(sorted_bests)
         return bests
 
-    bests = _chunks(logits, num, tuple(jnp.full((_ROWS, LANES), -jnp.inf) for _ in range(depth)), insert)
+    bests = _chunks(logits, num, tuple(jnp.full((_ROWS, LANES), -jnp.inf) for _ in range(depth)), insert, _WIDE_CHUNK)
     for number, best in enumerate(bests):
         out[:, number * LANES : (number + 1) * LANES] = best
     bound[...] = jnp.max(bests[-1], axis=1, keepdims=True)
