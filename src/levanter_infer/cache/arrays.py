@@ -5,6 +5,7 @@ and the scatters drop what would be written there, so that no caller needs a mas
 """
 
 import dataclasses
+from collections.abc import Mapping
 from typing import TypeVar
 
 import jax
@@ -26,6 +27,19 @@ def gather(array: Array, index, fill=None) -> Array:
         index: an array, or a tuple of one per leading axis.
     """
     return array.at[index].get(mode="fill", fill_value=fill)
+
+
+def gather_together(columns: Mapping[str, Array], index: Array, fills: Mapping[str, float | int]) -> dict[str, Array]:
+    """`gather` of each of some columns [n] of 32 bits. Side by side they are rows, and a TPU takes a row in a tenth of
+    the time that it takes for a number."""
+    rows = jnp.stack([_as_type(column, jnp.int32) for column in columns.values()], axis=1)
+    found, exists = gather(rows, index, 0), (index < rows.shape[0])
+    of_column = {name: _as_type(found[:, i], column.dtype) for i, (name, column) in enumerate(columns.items())}
+    return {name: jnp.where(exists, own, jnp.asarray(fills[name], own.dtype)) for name, own in of_column.items()}
+
+
+def _as_type(array: Array, dtype) -> Array:
+    return array if array.dtype == dtype else jax.lax.bitcast_convert_type(array, dtype)
 
 
 LANES = 128

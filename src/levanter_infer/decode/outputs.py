@@ -7,7 +7,7 @@ import numpy as np
 from jax import Array
 from jaxtyping import Float32, Int32
 
-from levanter_infer.cache.arrays import full, replace
+from levanter_infer.cache.arrays import full, gather_together, replace
 from levanter_infer.decode.codes import RUNNING, WAITING
 from levanter_infer.decode.sampling import SampleOutput
 from levanter_infer.decode.shapes import Shapes
@@ -51,20 +51,22 @@ class OutputRing(eqx.Module):
         # The row of each new entry. Entries behind them repeat the last row, and are stale: so all are one piece.
         rows = jnp.searchsorted(rank, entries, side="left", method="compare_all").astype(jnp.int32)
 
+        rows = jnp.minimum(rows, emits.shape[0] - 1)
+        columns = dict(
+            slot_ids=slots,
+            tokens=sampled.tokens,
+            logprobs=sampled.logprobs,
+            processed_logprobs=sampled.processed_logprobs,
+        )
+        chosen = gather_together(columns, rows, dict.fromkeys(columns, 0))
+        chosen |= {"top_ids": sampled.top_ids[rows].T, "top_logprobs": sampled.top_logprobs[rows].T}
+
         def put(name, values):
-            chosen = jnp.take(values.T, rows, axis=-1, mode="clip")
-            start = (*[jnp.int32(0)] * (chosen.ndim - 1), self.count)
-            return jax.lax.dynamic_update_slice(getattr(self, name), chosen, start)
+            start = (*[jnp.int32(0)] * (values.ndim - 1), self.count)
+            return jax.lax.dynamic_update_slice(getattr(self, name), values, start)
 
         return replace(
-            self,
-            slot_ids=put("slot_ids", slots),
-            tokens=put("tokens", sampled.tokens),
-            logprobs=put("logprobs", sampled.logprobs),
-            processed_logprobs=put("processed_logprobs", sampled.processed_logprobs),
-            top_ids=put("top_ids", sampled.top_ids),
-            top_logprobs=put("top_logprobs", sampled.top_logprobs),
-            count=self.count + rank[-1],
+            self, count=self.count + rank[-1], **{name: put(name, values) for name, values in chosen.items()}
         )
 
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float32, Int32, UInt32
 
-from levanter_infer.cache.arrays import full, gather, replace, scatter
+from levanter_infer.cache.arrays import full, gather, gather_together, replace, scatter
 from levanter_infer.decode.shapes import SamplingLimits
 
 
@@ -74,9 +74,10 @@ class SamplingTable(eqx.Module):
 
     def rows(self, slot_ids: Array) -> "SamplingTable":
         """The rows of `slot_ids` i32[row], over `row`; those of absent slots hold no sequence."""
-        nothing = _nothing(self.limits)
-        rows = {name: gather(column, slot_ids, nothing[name]) for name, column in self.columns.items()}
-        return dataclasses.replace(self, **rows)
+        nothing, scalars = _nothing(self.limits), {name: getattr(self, name) for name in _SCALAR_COLUMNS}
+        others = {name: column for name, column in self.columns.items() if name not in scalars}
+        rows = {name: gather(column, slot_ids, nothing[name]) for name, column in others.items()}
+        return dataclasses.replace(self, **rows, **gather_together(scalars, slot_ids, nothing))
 
     def set_rows(self, slot_ids: Array, values: "SamplingTable") -> "SamplingTable":
         """The table with `values`, one row per entry of `slot_ids`, written there; absent slots are dropped.

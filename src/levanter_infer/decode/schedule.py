@@ -8,7 +8,7 @@ import equinox as eqx
 import jax.numpy as jnp
 from jax import Array
 
-from levanter_infer.cache.arrays import full, gather, replace, scatter
+from levanter_infer.cache.arrays import full, gather, gather_together, replace, scatter
 from levanter_infer.decode.admission_policy import pages_to_continue
 from levanter_infer.decode.codes import RUNNING
 from levanter_infer.decode.kv_offload import may_start
@@ -103,8 +103,10 @@ def choose_tokens(
 def pack(state: DecodeState, shapes: Shapes, order: Array, take: Array) -> StepPlan:
     """Order the chosen tokens into rows, decode tokens first."""
     table = state.sequences
-    in_order = take[order]
-    decodes = (in_order == 1) & (table.seq_lens - table.num_computed == 1)[order]
+    columns = dict(take=take, pending=table.seq_lens - table.num_computed)
+    found = gather_together(columns, order, dict.fromkeys(columns, 0))
+    in_order = found["take"]
+    decodes = (in_order == 1) & (found["pending"] == 1)
     chunks = (in_order > 0) & ~decodes
     num_decodes = jnp.sum(decodes, dtype=jnp.int32)
     row = jnp.where(decodes, jnp.cumsum(decodes, dtype=jnp.int32), num_decodes + jnp.cumsum(chunks, dtype=jnp.int32))
