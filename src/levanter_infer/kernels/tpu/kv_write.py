@@ -9,9 +9,10 @@ The tokens of prompt chunks that go to one tile-high *stretch* of a page are wri
 stretches take turns in a ring of buffers: while one is changed, others are on their way in or out.
 """
 
+import dataclasses
 import functools
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -22,6 +23,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from levanter_infer.kernels.tpu.pool import LANES
+from levanter_infer.kernels.tpu.word_rows import load_words, packing, store_words
 
 _GROUP = 8
 """Decode tokens of a group."""
@@ -46,6 +48,13 @@ class _Sizes:
     """New tokens per grid step."""
     slots: int
     """Stretches in the ring; a power of two."""
+    slabs: int
+    interpreted: bool = False
+
+    @property
+    def page_word_rows(self) -> int:
+        """Word rows of a page, all slabs together."""
+        return self.page_size // self.word_tokens * self.slabs
 
     @property
     def groups(self) -> int:
@@ -62,7 +71,7 @@ class _Sizes:
         most_groups = max(1, _STEP_BYTES // (slabs * lanes * 4 * _GROUP))
         block = min(most_groups, -(-num_tokens // _GROUP)) * _GROUP
         slots = _slots(slabs * rows * lanes * itemsize)
-        return _Sizes(num_pages, page_size, rows, math.gcd(page_size, 4 // itemsize), block, slots)
+        return _Sizes(num_pages, page_size, rows, math.gcd(page_size, 4 // itemsize), block, slots, slabs)
 
 
 class WritePlan(NamedTuple):
@@ -70,12 +79,10 @@ class WritePlan(NamedTuple):
 
     dests: Any
     """SMEM i32[T]"""
-    pages: Any
-    """SMEM i32[T], page of each token."""
     word_rows: Any
-    """SMEM i32[T], word row of each token in its page."""
+    """SMEM i32[T], word row of each token in the first slab of its page, counted from the layer's first."""
     places: Any
-    """SMEM i32[T], place of each token in its word row."""
+    """SMEM i32[T / _GROUP], 4 bits for each token of a group, the first one's lowest: its place in its word row."""
     groups: Any
     """SMEM i32[grid steps], groups of decode tokens at the start of each."""
     stretches: Any
@@ -96,7 +103,7 @@ class WritePlan(NamedTuple):
         """
         sizes = _Sizes.of(pages, dests.shape[0])
         dests = jnp.pad(dests, (0, -dests.shape[0] % sizes.block), constant_values=sizes.num_pages * sizes.page_size)
-        own, page_rows = dests.reshape(-1, sizes.block), sizes.page_size // sizes.word_tokens
+        own, page = dests.reshape(-1, sizes.block), dests // sizes.page_size
         is_stored = own < sizes.num_pages * sizes.page_size
         before = jnp.pad(own[:, :-1], ((0, 0), (1, 0)), constant_values=-2)
         begins = is_stored & ((own != before + 1) | (own % sizes.rows == 0))
@@ -109,11 +116,11 @@ class WritePlan(NamedTuple):
         entry = token[:, :, None]
         first = jnp.sum(number[:, None, :] <= entry, axis=2, dtype=jnp.int32)
         count = jnp.sum((number[:, None, :] == entry + 1) & is_stored[:, None, :], axis=2, dtype=jnp.int32)
+        place = (dests % sizes.word_tokens).reshape(-1, _GROUP)
         return WritePlan(
             dests=dests,
-            pages=dests // sizes.page_size,
-            word_rows=dests // sizes.word_tokens % page_rows,
-            places=dests % sizes.word_tokens,
+            word_rows=page * sizes.page_word_rows + (dests - page * sizes.page_size) // sizes.word_tokens,
+            places=jnp.sum(place << (4 * jnp.arange(_GROUP, dtype=jnp.int32)[None, :]), axis=1, dtype=jnp.int32),
             groups=groups,
             stretches=(first | (count << 16)).reshape(-1),
             counts=number[:, -1],
@@ -128,7 +135,7 @@ class _Scalars(NamedTuple):
 
 class _Scratch(NamedTuple):
     words: Any
-    """VMEM [groups, _GROUP, slabs, tokens of a word row, 128], the pool's dtype."""
+    """VMEM [groups, _GROUP * slabs, tokens of a word row, 128], the pool's dtype."""
     word_in_sem: Any
     """DMA semaphores [groups]."""
     word_out_sem: Any
@@ -154,9 +161,11 @@ def write_kv(pages: Array, layer: Array, tokens: Array, plan: WritePlan, *, inte
     """
     num_pages, slabs, page_size = pages.shape[1:4]
     sizes, dma = _Sizes.of(pages, tokens.shape[0]), pltpu.SemaphoreType.DMA
+    sizes = dataclasses.replace(sizes, interpreted=bool(interpret))
     # A row of 32-bit elements can be read by itself.
     wide = jnp.float32 if jnp.issubdtype(pages.dtype, jnp.floating) else jnp.int32
     tokens = jnp.pad(tokens.astype(wide), ((0, -tokens.shape[0] % sizes.block), (0, 0), (0, 0)))
+    tokens = tokens.reshape(-1, LANES)
     # The same bytes: a tile of 128 lanes is one word row after the other.
     by_word = (-1, slabs, page_size // sizes.word_tokens, sizes.word_tokens, LANES)
     tile = sizes.slots, slabs, sizes.rows // sizes.word_tokens, sizes.word_tokens, LANES
@@ -165,15 +174,15 @@ def write_kv(pages: Array, layer: Array, tokens: Array, plan: WritePlan, *, inte
         out_shape=jax.ShapeDtypeStruct((pages.shape[0] * num_pages, *by_word[1:]), pages.dtype),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
-            grid=(tokens.shape[0] // sizes.block,),
+            grid=(tokens.shape[0] // (sizes.block * slabs),),
             in_specs=[
-                pl.BlockSpec((sizes.block, slabs, LANES), lambda i, *_: (i, 0, 0)),
+                pl.BlockSpec((sizes.block * slabs, LANES), lambda i, *_: (i, 0)),
                 pl.BlockSpec(memory_space=pl.ANY),
             ],
             out_specs=pl.BlockSpec(memory_space=pl.ANY),
             scratch_shapes=[
                 _Scratch(
-                    words=pltpu.VMEM((sizes.groups, _GROUP, slabs, sizes.word_tokens, LANES), pages.dtype),
+                    words=pltpu.VMEM((sizes.groups, _GROUP * slabs, sizes.word_tokens, LANES), pages.dtype),
                     word_in_sem=dma((sizes.groups,)),
                     word_out_sem=dma,
                     buf=pltpu.VMEM(tile, pages.dtype),
@@ -182,7 +191,7 @@ def write_kv(pages: Array, layer: Array, tokens: Array, plan: WritePlan, *, inte
                 )
             ],
         ),
-        input_output_aliases={9: 0},
+        input_output_aliases={8: 0},
         # Destinations beyond the pool are skipped.
         compiler_params=pltpu.CompilerParams(disable_bounds_checks=True, disable_semaphore_checks=True),
         name="write_kv",
@@ -212,21 +221,61 @@ def _write(scalars: _Scalars, new, _, pool, scratch: _Scratch, *, sizes: _Sizes)
     wait_groups()
 
 
-def _put(buf, at: tuple, new, tokens: Iterable[tuple[Any, Any]]) -> None:
-    """Change a word row, `buf[*slot, slab, *row]` in all slabs.
+def _put(buf, at: Callable[[int], tuple], new, tokens: Iterable[tuple[Any, Any]], sizes: _Sizes) -> None:
+    """Change a word row, `buf[at(slab)]` in all slabs.
 
     Args:
-        at: (slot, *row).
         tokens: of each token of `new` its index and its place in the word row.
     """
-    (slot, *row), tokens = at, list(tokens)
-    for slab in range(new.shape[1]):
-        index = (*slot, slab, *row)
+    tokens = list(tokens)
+    for slab in range(sizes.slabs):
+        index = at(slab)
         old = buf[index]
         place, changed = jax.lax.broadcasted_iota(jnp.int32, old.shape, 0), old.astype(new.dtype)
         for token, own in tokens:
-            changed = jnp.where(place == own, jnp.broadcast_to(new[token, slab][None, :], old.shape), changed)
+            changed = jnp.where(
+                place == own, jnp.broadcast_to(new[token * sizes.slabs + slab][None, :], old.shape), changed
+            )
         buf[index] = changed.astype(old.dtype)
+
+
+def _word_rows(layer, row, sizes: _Sizes):
+    """A word row of all slabs. Args: row: as of `WritePlan.word_rows`."""
+    if not sizes.interpreted:
+        # An address is a sum over the axes, so that pages need not be separated from rows, which takes scalars.
+        return layer.at[0, :, row]
+    page = row // sizes.page_word_rows
+    return layer.at[page, :, row - page * sizes.page_word_rows]
+
+
+def _code(dtype: jnp.dtype, sizes: _Sizes) -> Callable[[Array], Array] | None:
+    """Of tokens as the kernel takes them, the bits in which the pool stores a number, i32; None: it is not known, or
+    word rows are no words."""
+    if sizes.word_tokens != packing(dtype):
+        return None
+    if dtype == jnp.int8:
+        return lambda new: new & 0xFF
+    bits = functools.partial(jax.lax.bitcast_convert_type, new_dtype=jnp.int32)
+    if dtype == jnp.bfloat16:
+        return lambda new: jax.lax.shift_right_logical(bits(new), 16)
+    return bits if dtype == jnp.float32 else None
+
+
+def _put_group(words, group, codes: Array, places, sizes: _Sizes) -> None:
+    """Change the word rows of a group's tokens.
+
+    Args:
+        codes: i32[_GROUP * slabs, 128].
+        places: as of `WritePlan`.
+    """
+    bits = 32 // sizes.word_tokens
+    if bits < 32:
+        token = jax.lax.broadcasted_iota(jnp.int32, codes.shape, 0) // sizes.slabs
+        shift = (jax.lax.shift_right_logical(jnp.full(codes.shape, places, jnp.int32), 4 * token) & 15) * bits
+        old = load_words(words, (group,), interpreted=sizes.interpreted)
+        mask = jax.lax.shift_left(jnp.full(codes.shape, (1 << bits) - 1, jnp.int32), shift)
+        codes = (old & ~mask) | jax.lax.shift_left(codes, shift)
+    store_words(words, (group,), codes, interpreted=sizes.interpreted)
 
 
 def _groups(scalars: _Scalars, new, layer, scratch: _Scratch, sizes: _Sizes):
@@ -242,9 +291,8 @@ def _groups(scalars: _Scalars, new, layer, scratch: _Scratch, sizes: _Sizes):
         return [entries[i] for i in range(_GROUP)]
 
     def copies(group, start):
-        rows = zip(own(plan.pages, group), own(plan.word_rows, group), strict=True)
-        for i, (page, row) in enumerate(rows):
-            start(layer.at[page, :, row], words.at[group, i])
+        for i, row in enumerate(own(plan.word_rows, group)):
+            start(_word_rows(layer, row, sizes), words.at[group, pl.ds(i * sizes.slabs, sizes.slabs)])
 
     def load(group, carry):
         sem = in_sem.at[group]
@@ -256,8 +304,13 @@ def _groups(scalars: _Scalars, new, layer, scratch: _Scratch, sizes: _Sizes):
 
     def change(group, carry):
         wait(group, in_sem.at[group])
-        for i, place in enumerate(own(plan.places, group)):
-            _put(words, ((group, i),), new, [(group * _GROUP + i, place)])
+        places, count = plan.places[pl.program_id(0) * sizes.groups + group], _GROUP * sizes.slabs
+        if (code := _code(words.dtype, sizes)) is not None:
+            _put_group(words, group, code(new[pl.ds(group * count, count)]), places, sizes)
+        else:
+            for i in range(_GROUP):
+                token = group * _GROUP + i, (places >> (4 * i)) & 15
+                _put(words, lambda slab, i=i: (group, i * sizes.slabs + slab), new, [token], sizes)
         copies(group, lambda target, source: pltpu.make_async_copy(source, target, out_sem).start())
         return carry
 
@@ -322,7 +375,7 @@ def _stretches(scalars: _Scalars, new, layer, scratch: _Scratch, sizes: _Sizes):
                 is_own = (i >= 0) & (i < num)
                 return token + jnp.where(is_own, i, 0), jnp.where(is_own, place, -1)
 
-            _put(buf, ((slot,), row), new, map(own, places))
+            _put(buf, lambda slab: (slot, slab, row), new, map(own, places), sizes)
             return carry
 
         jax.lax.fori_loop(_div(offset, sizes.word_tokens), _div(offset + num - 1, sizes.word_tokens) + 1, put, carry)

@@ -6,6 +6,7 @@ and outputs are arrays [..., word rows, packing, 128], whose tiles are word rows
 stores take them.
 """
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.experimental.pallas import tpu as pltpu
@@ -27,6 +28,27 @@ def packing(dtype: jnp.dtype) -> int:
 def word_rows(rows: Array) -> Array:
     """[..., rows, 128] -> [..., word rows, packing, 128]"""
     return rows.reshape(*rows.shape[:-2], -1, packing(rows.dtype), LANES)
+
+
+def load_words(ref, at: tuple[int | Array, ...], *, interpreted: bool) -> Array:
+    """The word rows of `ref[at]` as numbers, i32[word rows, 128], the first row of each in the lowest bits. Args: as of
+    `load_rows`."""
+    if not interpreted:
+        words = _as_words(ref)[at]
+        return words if words.dtype == jnp.int32 else pltpu.bitcast(words, jnp.int32)
+    rows = ref[at]
+    return jax.lax.bitcast_convert_type(rows[:, 0] if packing(rows.dtype) == 1 else rows.swapaxes(1, 2), jnp.int32)
+
+
+def store_words(ref, at: tuple[int | Array, ...], words: Array, *, interpreted: bool) -> None:
+    """Store what `load_words` gives."""
+    if not interpreted:
+        of_ref = _as_words(ref)
+        of_ref[at] = words if of_ref.dtype == jnp.int32 else pltpu.bitcast(words, of_ref.dtype)
+    elif packing(ref.dtype) == 1:
+        ref[at] = jax.lax.bitcast_convert_type(words, ref.dtype)[:, None]
+    else:
+        ref[at] = jax.lax.bitcast_convert_type(words, ref.dtype).swapaxes(1, 2)
 
 
 def load_rows(ref, at: tuple[int | Array, ...], first: int, count: int, *, interpreted: bool) -> Array:
