@@ -226,7 +226,7 @@ def tpu_attention(
         tables = Tables.of(call, tile)
         out = prefill_attention(call, tile, tables, operand, invariant=True, interpret=params)
         return _behind_barrier(_without_padding(call, out, ordered)).reshape(call.out_shape)
-    out = decode_attention(call, tiles.decode, operand, interpret=params)
+    out = ordered(decode_attention(call, tiles.decode, operand, interpret=params))
     rows = _without_padding(call, out, ordered)
     if call.num_tokens > 1:
         prefill = cut_queries(tiles.prefill, shape, call.num_tokens)
