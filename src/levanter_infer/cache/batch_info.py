@@ -54,7 +54,8 @@ class PageBatchInfo(eqx.Module):
         if group == 0:
             return self
         own = self.windows[group - 1]
-        return dataclasses.replace(self, page_indices=own.page_indices, new_token_dests=own.new_token_dests, windows=())
+        pages = dict(page_indices=own.page_indices, new_token_dests=own.new_token_dests)
+        return dataclasses.replace(self, **pages, windows=(), write_plan=None)
 
     def first(self, tokens: int, rows: int) -> "PageBatchInfo":
         """The batch cut to its first `tokens` tokens and `rows` rows. Requires: it holds no others."""

@@ -154,7 +154,8 @@ def write_kv(pages: Array, layer: Array, tokens: Array, plan: WritePlan, *, inte
     Args:
         pages: [layers, P, slabs, page_size, 128].
         layer: i32[].
-        tokens: [T, slabs, 128] as `TpuPool.pack` gives them, in the pool's dtype.
+        tokens: [T, slabs, 128] as `TpuPool.pack` gives them, in the pool's dtype, or in float32 numbers that it holds
+            exactly.
         plan: of the pool and the destinations of the tokens.
         interpret: as `pallas_call` takes it.
     Returns: the pool.

@@ -49,7 +49,7 @@ class Inputs(NamedTuple):
     """[layers * P, slabs, page_size, 128]: the pool."""
     q: Any
     """The queries, in the operands' dtype. Decode: [T, groups * lane_tiles, rows, 128]; prefill: [groups * lane_tiles,
-    T * heads_per_group, 128], as `word_rows`."""
+    T * heads_per_group, 128], as `word_rows`, in the dtype that `copied_dtype` gives."""
     sinks: Any = None
     """In units of log2: f32[groups, rows, 128], for prefill f32[groups, 8, columns]; None for none."""
     slopes: Any = None
@@ -145,7 +145,7 @@ class Pipeline:
         self.num_pages, self.row_id_chunks = rows.scalars[Scalar.LAYER_PAGES], rows.scalars[Scalar.ID_CHUNKS]
         self.last_row = rows.scalars[Scalar.LAST_ROW]
         self.seq_lens, self.cu_q_lens, self.unmapped = rows.seq_lens, rows.cu_q_lens, rows.has_unmapped_page
-        self.inputs, self.out_ref, self.scratch = inputs, out_ref, scratch
+        self.inputs, self.out_ref, self.scratch, self.num_tokens = inputs, out_ref, scratch, call.num_tokens
         self.items, self.page_ids, self.kv = scratch.items, scratch.page_ids_buf, scratch.kv_buf
         self.shares = self.tile.row_shares
         self.part, self.share = _part_and_share(pl.program_id(0), self.shares)
@@ -575,7 +575,7 @@ class Pipeline:
         first_token = self.cu_q_lens[row] + self.items[index, Item.Q_BLOCK] * self.tile.queries
         copies = []
         # The number of a block's tokens is data, and the size of a copy is not: 1, 2, 4, … tokens.
-        for bit in range(self.tile.queries.bit_length()):
+        for bit in range(min(self.tile.queries, self.num_tokens).bit_length()):
             done = (tokens >> (bit + 1)) << (bit + 1)
 
             def copy(bit=bit, done=done):

@@ -65,14 +65,14 @@ class Scratch(NamedTuple):
     """DMA semaphores [slots]; the copies of all pages of an item signal the same one."""
     out_buf: Any
     """VMEM [OUT_SLOTS, out_tiles, rows, 128], the dtype of q: outputs of a query block, of as many rows as `q_buf`, for
-    prefill as its word rows."""
+    prefill as `word_rows` in the dtype that `copied_dtype` gives."""
     out_sem: Any
     """DMA semaphores [OUT_SLOTS]."""
     out_tokens: Any
     """SMEM i32[OUT_SLOTS]: number of queries whose outputs are in a buffer."""
     q_buf: Any
     """VMEM [slots, q_tiles, rows, 128], the operands' dtype: queries of a query block; for prefill with as many rows as
-    there are columns, as `word_rows`."""
+    there are columns, as `word_rows` in the dtype that `copied_dtype` gives."""
     q_sem: Any
     """DMA semaphores [slots]."""
     l_ref: Any

@@ -12,7 +12,8 @@ from levanter_infer.kernels.tpu.work_items import Rows, Scalar
 
 
 class Tables(NamedTuple):
-    """The tables of a call, for one path. All but the scalars are the same in every layer of a step."""
+    """The tables of a call, for one path. Layers with the same window and the same pages have the same, but for the
+    scalars."""
 
     rows: Rows
     page_ids: Array

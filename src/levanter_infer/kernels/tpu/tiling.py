@@ -124,7 +124,9 @@ def propose(shape: TileShape) -> Tiles:
     per_group = shape.q_per_kv * pool.heads_per_group
     align = align_queries(per_group)
     has_wide_queries = copied_dtype(jnp.bfloat16, per_group) != jnp.bfloat16
-    rows = _PREFILL_ROWS // (max(1, pool.lane_tiles // 2) if _is_wide(shape) or has_wide_queries else 1)
+    rows = _PREFILL_ROWS // (max(1, pool.lane_tiles // 2) if _is_wide(shape) else 1)
+    if has_wide_queries:
+        rows //= pool.lane_tiles
     queries = align * _floor_power(max(1, rows // per_group // align))
     prefill_parts, tokens = _prefill_sizes(shape)
     prefill_pages = _floor_power(max(1, tokens // page_size))

@@ -2,8 +2,8 @@
 
 A copy begins and ends at whole tiles, of 8 or 16 rows, while the tokens of a prompt chunk begin anywhere. So queries
 and outputs are arrays [..., word rows, packing, 128], whose tiles are word rows: rows of 32 bits, each one row of
-32-bit numbers or two of 16 bits. The bytes are those of [..., rows, 128], as which XLA and the kernel's loads and
-stores take them.
+32-bit numbers, two of 16 bits or four of 8. The bytes are those of [..., rows, 128], as which XLA and the kernel's
+loads and stores take them.
 """
 
 import jax

@@ -27,7 +27,7 @@ class Rows(NamedTuple):
     scalars: Any
     """i32[len(Scalar)]"""
     has_unmapped_page: Any
-    """i32[R], of `has_unmapped_page`."""
+    """i32[R], 1 where a page that the row reads is none."""
 
 
 class Item(enum.IntEnum):
