@@ -80,14 +80,12 @@ class KvPages(Pool):
             layer: i32[], may be traced.
             k, v: [token, kv_head, head_size], already rotated.
         """
-        return self._written(self._write_of(layer, batch, k, v))[1]
+        return self._written(self._write_of(layer, batch, *_heads(k, v)))[1]
 
     def write_latents(self, layer: Array, batch: PageBatchInfo, latents: Array) -> "KvPages":
         """As `write`, into a pool of latents. Args: latents: [T, kv_head, head_size], their keys rotated."""
         assert self.is_latent, "a pool of keys and values"
-        page, offset = batch.pages_and_offsets()
-        dests, plan = batch.new_token_dests.array, batch.write_plan
-        return self._written(KvWrite(latents, None, layer, dests, page, offset, self.dtype, plan=plan))[1]
+        return self._written(self._write_of(layer, batch, latents, None))[1]
 
     def rotates(self, rotation: Rotation, q: Array, k: NamedArray) -> bool:
         """Whether `rotate_and_write` takes these. Requires: the backend fuses a rotation. Args: as its own."""
@@ -103,15 +101,15 @@ class KvPages(Pool):
             k, v: [token, kv_head, head_size], not rotated either.
         Returns: q as attention takes it, and the pool.
         """
-        rotated, kv = self._written(dataclasses.replace(self._write_of(layer, batch, k, v), q=q, rotation=rotation))
+        write = self._write_of(layer, batch, *_heads(k, v))
+        rotated, kv = self._written(dataclasses.replace(write, q=q, rotation=rotation))
         assert rotated is not None
         return rotated, kv
 
-    def _write_of(self, layer: Array, batch: PageBatchInfo, k: NamedArray, v: NamedArray) -> KvWrite:
-        keys, values = (side.rearrange((TOKEN, KV_HEADS, HEAD_SIZE)).array for side in (k, v))
+    def _write_of(self, layer: Array, batch: PageBatchInfo, k: Array, v: Array | None) -> KvWrite:
         page, offset = batch.pages_and_offsets()
         dests, plan = batch.new_token_dests.array, batch.write_plan
-        return KvWrite(keys, values, layer, dests, page, offset, self.dtype, plan=plan)
+        return KvWrite(k, v, layer, dests, page, offset, self.dtype, plan=plan)
 
     def _written(self, write: KvWrite) -> tuple[Array | None, "KvPages"]:
         with jax.named_scope(scopes.KV_WRITE):
@@ -141,3 +139,9 @@ class KvPages(Pool):
 
     def put(self, entries: Array, contents: Array) -> "KvPages":
         return replace(self, pages=self.pages.array.at[:, entries].set(contents, mode="drop"))
+
+
+def _heads(k: NamedArray, v: NamedArray) -> tuple[Array, Array]:
+    """Keys and values as `KvWrite` takes them."""
+    keys, values = (side.rearrange((TOKEN, KV_HEADS, HEAD_SIZE)).array for side in (k, v))
+    return keys, values

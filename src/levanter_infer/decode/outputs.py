@@ -49,9 +49,8 @@ class OutputRing(eqx.Module):
         rank = jnp.cumsum(emits, dtype=jnp.int32)
         entries = jnp.arange(1, emits.shape[0] + 1, dtype=jnp.int32)
         # The row of each new entry. Entries behind them repeat the last row, and are stale: so all are one piece.
-        rows = jnp.searchsorted(rank, entries, side="left", method="compare_all").astype(jnp.int32)
-
-        rows = jnp.minimum(rows, emits.shape[0] - 1)
+        found = jnp.searchsorted(rank, entries, side="left", method="compare_all").astype(jnp.int32)
+        rows = jnp.minimum(found, emits.shape[0] - 1)
         columns = dict(
             slot_ids=slots,
             tokens=sampled.tokens,
