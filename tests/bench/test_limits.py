@@ -73,6 +73,7 @@ def cells_of(dtype: str, capsys) -> list[dict]:
 
 
 @built
+@pytest.mark.slow  # measures each for a while
 def test_every_cell_has_a_bound(capsys):
     for cell in cells_of("bfloat16", capsys):
         assert cell["bound"] in (MEMORY, ARITHMETIC) and cell["share"]["median"] > 0, cell
