@@ -66,3 +66,40 @@ def test_registers_wrap_and_keep_their_value_where_a_predicate_does_not_hold():
    0x7   :  {}
 """
     assert ran(schedule) == list(range(8))  # a branch back to itself is not taken
+
+
+SPILLED = """
+     0   :  { %s1_s0 = smov.u32 0 }
+   0x1   :  { %2 = sst [smem:[#allocation7_spill]] %s1_s0 }
+   0x2   : > { %v1_v0 = vld [vmem:[#allocation0]] } /* Start region 3 */
+   0x3   : > { %s3_s0 = sld [smem:[#allocation7_spill]] }
+   0x4   : > { %s4_s0 = sadd.s32 1, %s3_s0 }
+   0x5   : > { %5 = sst [smem:[#allocation7_spill]] %s4_s0  ;;  %p6_p1 = scmp.ge.s32.totalorder %s4_s0, 5 }
+   0x6   :  { %7 = sbr.rel (!%p6_p1) target = $region3 }
+   0x7   :  {}
+   0x8   :  {}
+   0x9   :  {}
+   0xa   :  {} /* End region 3 */
+"""
+
+
+def test_a_counter_that_stands_in_scalar_memory_is_followed():
+    """The compiler spills the counters of long loops; an array, which a copy may fill, is not known."""
+    found = ran(SPILLED)
+    assert found is not None and [found.count(address) for address in (0x1, 0x2, 0xA)] == [1, 5, 5]
+    assert ran(SPILLED.replace("[#allocation0]", "[#allocation7_spill + $0x1]")) is None
+
+
+def test_pointers_into_one_array_are_compared():
+    found = ran(
+        LOOP.replace("LAST", "3")
+        .replace("%s1_s0 = smov.u32 0 /*", "%s1_s0 = inlined_call_operand.vmem [shape: s32[8], index: 0] /*")
+        .replace("sadd.s32 1, %s3_s0", "scalar_lea.vmem %s3_s0, 1")
+    )
+    assert found is not None and [found.count(address) for address in (0x2, 0x5, 0xC)] == [4, 4, 4]
+
+
+def test_a_loop_of_xla_whose_end_data_decide_runs_once_at_least():
+    unknown = LOOP.replace("LAST", "3").replace("%s9_s0, 4 /*", "%s9_s0, %s77_s20 /*")
+    found = executed(split_bundles(unknown), once=True)
+    assert found is not None and found.count(0x2) == 1

@@ -146,3 +146,15 @@ def test_a_text_without_estimates_is_refused():
 def test_a_program_without_the_bucket_is_refused():
     with pytest.raises(ValueError, match="no loop of forward_16"):
         step_budgets(ROUND, 16, (16,), unscheduled)
+
+
+def test_of_the_branches_of_the_head_a_step_takes_that_for_its_rows():
+    heads = "\n".join([loop("p2", "sampling/head_4", "head_4"), loop("p3", "sampling/head_8", "head_8")])
+    branches = ", branch_computations={%not_drawn, %head_4, %head_8}"
+    hlo = ROUND.replace(heads, instruction("p2", "conditional", "sampling/head/cond", more=branches))
+    hlo = hlo.replace("/head_4/while", "/head/cond/branch_1_fun/head_4").replace(
+        "/head_8/while", "/head/cond/branch_2_fun/head_8"
+    )
+    assert hlo.count("/head/cond") == 3
+    for rows, cycles in ((3, 1000), (5, 37)):
+        assert step_budgets(hlo, rows, (4, 8), unscheduled)[4].cycles[parts.MATMULS] == 300 + cycles

@@ -6,10 +6,11 @@ counts, and what a trip skips does not. Waits for memory, for other chips and fo
 transcendental units are not in a schedule.
 """
 
+import collections
 import dataclasses
 import operator
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from pathlib import Path
 
 from levanter_infer.plan.cycles import estimated_cycles
@@ -23,13 +24,22 @@ _SCALAR = re.compile(
     r"(?:\((?P<negated>!?)%\w+_(?P<predicate>p\d+)(?:, (?P<otherwise>[^)]+))?\),? ?)?(?P<operands>.*)"
 )
 _BRANCH = re.compile(r"sbr\.\w+ (?:\((?P<negated>!?)%\w+_(?P<predicate>p\d+)\) )?target = \$region(?P<region>\d+)")
+_XLA = re.compile(r"exit bundle: %\S+ = fusion\(")
+"""Of the last bundle of an instruction that is no Pallas kernel."""
 _REGISTER = re.compile(r"%\w+_([sp]\d+)$")
+_POINTER = re.compile(r"\[#allocation\d+\]")
+_ALLOCATION = re.compile(r"#allocation\d+(?:_spill)?\b")
+_VARIABLE = re.compile(r"s(?:ld|st) \[smem:\[(#allocation\d+(?:_spill)?)\]\]")
+_STORE = re.compile(
+    r"sst \[smem:\[(?P<variable>#\w+)\]\] (?:\((?P<negated>!?)%\w+_(?P<predicate>p\d+)\), )?(?P<operand>\S+)$"
+)
+_LOADED = re.compile(r"\[smem:\[(#\w+)\]\]$")
 _DELAY_SLOTS = 4
 """Bundles after a branch that issue in any case."""
 _MOST_BUNDLES = 4_000_000
 
 Operand = str | int | None
-"""A register, a number, or what is not known here."""
+"""A register or a variable in scalar memory, a number, or what is not known here."""
 _Operation = Callable[..., int | bool | None]
 
 
@@ -55,7 +65,9 @@ _OPERATIONS: dict[str, _Operation] = {
     "sshrl": _wrapped(lambda value, by: value % 2**32 >> (by & 31)),
     "sshra": _wrapped(lambda value, by: value >> (by & 31)),
     "smin": _wrapped(lambda a, b: min(a % 2**32, b % 2**32)),
-    "smov": lambda value: value,
+    **dict.fromkeys(("smov", "sld", "int_to_ptr"), lambda value: value),
+    "scalar_lea": _wrapped(operator.add),
+    "inlined_call_operand": lambda value: value,
     "pmov": bool,
     **{f"scmp.{name}.s32": getattr(operator, name) for name in _COMPARISONS},
     **{f"scmp.{name}.u32": _unsigned(getattr(operator, name)) for name in _COMPARISONS},
@@ -106,7 +118,7 @@ class Schedules:
         if instruction not in self._cycles:
             path = self._paths.get(instruction)
             bundles = [] if path is None else split_bundles(path.read_text())
-            ran = executed(bundles)
+            ran = executed(bundles, once=bool(bundles) and _XLA.search(bundles[-1]) is not None)
             self._cycles[instruction] = estimated_cycles([bundles[i] for i in ran], self._generation) if ran else None
         return self._cycles[instruction]
 
@@ -123,13 +135,19 @@ def split_bundles(schedule: str) -> list[str]:
     return bundles
 
 
-def executed(bundles: Sequence[str]) -> list[int] | None:
+def executed(bundles: Sequence[str], *, once: bool = False) -> list[int] | None:
     """Addresses of the bundles that run until the end of a schedule, in their order; None where data decide how often a
     loop runs, or where it runs too often.
 
-    Stretches that data decide about count as run.
+    Stretches that data decide about count as run. Pointers are counted from 0, whatever they point to: loops compare
+    those of one array.
+
+    Args:
+        once: let a loop of whose trips data decide run once, as those of XLA's gathers and scatters over the parts of
+            one row.
     """
-    program = [_parse(text) for text in bundles]
+    variables = _variables(bundles)
+    program = [_parse(text, variables) for text in bundles]
     areas = regions(bundles)
     registers: dict[str, int | bool | None] = {}
     ran: list[int] = []
@@ -144,7 +162,7 @@ def executed(bundles: Sequence[str]) -> list[int] | None:
         for branch in branches:
             area = areas.get(branch.region)
             taken, begin = _holds(branch, registers), len(program) if area is None else area.start
-            if taken is None and begin <= address:
+            if taken is None and begin <= address and not once:
                 return None
             if taken:
                 target = begin
@@ -173,16 +191,29 @@ def branch_targets(bundle: str) -> list[str]:
     return [branch.region for branch in _parse(bundle)[1]]
 
 
-def _parse(bundle: str) -> tuple[list[_Scalar], list[_Branch]]:
-    """The scalar instructions and the branches of a bundle."""
+def _variables(bundles: Sequence[str]) -> Set[str]:
+    """The allocations of scalar memory that hold one number, as where the compiler spills a counter: those that are
+    loaded and stored as they are, and nothing else."""
+    every = collections.Counter(found for text in bundles for found in _ALLOCATION.findall(text))
+    alone = collections.Counter(found for text in bundles for found in _VARIABLE.findall(text))
+    return {name for name, count in alone.items() if every[name] == count}
+
+
+def _parse(bundle: str, variables: Set[str] = frozenset()) -> tuple[list[_Scalar], list[_Branch]]:
+    """The scalar instructions and the branches of a bundle. Args: variables: as `_variables` gives them."""
     scalars, branches = [], []
     for text in _COMMENT.sub("", bundle.partition("{")[2]).split(";;"):
         text = text.strip().rstrip("} ")
         if match := _BRANCH.search(text):
             branches.append(_Branch(match["region"], match["predicate"], bool(match["negated"])))
+        elif (match := _STORE.search(text)) and match["variable"] in variables:
+            stored = (_operand(match["operand"], variables),)
+            scalars.append(_Scalar(match["variable"], "smov", stored, match["predicate"], bool(match["negated"]), None))
         elif match := _SCALAR.match(text):
-            operands = tuple(map(_operand, match["operands"].split(",")))
-            otherwise = None if match["otherwise"] is None else _operand(match["otherwise"])
+            operands = tuple(_operand(each, variables) for each in match["operands"].split(","))
+            if match["name"] == "inlined_call_operand":
+                operands = (0,)
+            otherwise = None if match["otherwise"] is None else _operand(match["otherwise"], variables)
             name = match["name"] + (match["form"].removesuffix(".totalorder") if match["name"] == "scmp" else "")
             scalars.append(
                 _Scalar(match["result"], name, operands, match["predicate"], bool(match["negated"]), otherwise)
@@ -190,10 +221,14 @@ def _parse(bundle: str) -> tuple[list[_Scalar], list[_Branch]]:
     return scalars, branches
 
 
-def _operand(text: str) -> Operand:
-    text = text.strip()
+def _operand(text: str, variables: Set[str]) -> Operand:
+    text = text.strip().removeprefix("[resolvable:$true] ")
     if match := _REGISTER.match(text):
         return match[1]
+    if match := _LOADED.match(text):
+        return match[1] if match[1] in variables else None
+    if _POINTER.match(text):
+        return 0
     try:
         number = int(text, 0)
     except ValueError:

@@ -128,7 +128,8 @@ class _Program:
     @functools.cached_property
     def head_rows(self) -> set[int]:
         """Sizes of the head that the program has."""
-        paths = (scopes_of(line) for lines in self.lines.values() for line in lines if " while(" in line)
+        lines = ((scopes_of(line), line) for lines in self.lines.values() for line in lines)
+        paths = (path for path, line in lines if " while(" in line or scopes.HEAD in path)
         return {rows for path in paths for each in path if (rows := scopes.rows_of(each)) is not None}
 
     def trips(self, condition: str) -> int | None:
@@ -238,12 +239,17 @@ class _Counter:
                 self.once[_name_of(path)] += self.cycles.total() - before
 
     def _branch(self, line: str) -> str:
-        """The branch of a `lax.cond` that is taken: the first, false, where no scope of `taken` has the condition."""
+        """The branch that is taken: of the head that for the rows of the step, and of a `lax.cond` the first, false,
+        where no scope of `taken` has the condition."""
         if match := _TRUE_FALSE.search(line):
             branches = [match[2], match[1]]
         else:
             branches = [name.strip().lstrip("%") for name in _BRANCHES.findall(line)[0].split(",")]
-        return branches[-1] if self._taken.intersection(scopes_of(line)[-2:-1]) else branches[0]
+        scope = scopes_of(line)[-2:-1]
+        if scope == [scopes.HEAD]:
+            head_rows = self._program.head_rows
+            return branches[1 + sorted(head_rows).index(_fitting(head_rows, self._rows))]
+        return branches[-1] if self._taken.intersection(scope) else branches[0]
 
     def _part(self, line: str, operation: str, path: list[str]) -> str:
         called = _CALLED.findall(line)
