@@ -1,12 +1,13 @@
 """Random operations on the tables, against the plain Python model of them."""
 
+import jax
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
-from tests.decode.driver import SHAPES, VOCAB, WINDOWED, Driver, random_operation
+from tests.decode.driver import SHAPES, VOCAB, WINDOWED, Driver, programs, random_operation
 
 EXAMPLES = 400
 
@@ -102,3 +103,24 @@ def test_random_operations_reach_preemption_forks_and_copies(shapes):
         reached += np.maximum(after - before, 0)
     driver.finish()
     assert (reached > 10).all(), f"preemptions, copies, forks: {reached}"
+
+
+@pytest.fixture
+def as_a_tpu(monkeypatch):
+    """Programs with what a TPU runs where platforms differ: comparisons of all pairs, and tables that are written
+    whole."""
+    programs.cache_clear()
+    monkeypatch.setattr(
+        jax.lax, "platform_dependent", lambda *args, default, tpu=None, **_: (default if tpu is None else tpu)(*args)
+    )
+    yield
+    programs.cache_clear()
+
+
+def test_the_tables_of_a_tpu_equal_the_model_too(as_a_tpu):
+    driver, rng = Driver(SHAPES), np.random.default_rng(1)
+    for _ in range(400):
+        random_operation(driver, rng)
+        driver.check()
+    driver.finish()
+    assert driver.model.preemptions > 3 and driver.model.copied > 3 and driver.model.forks > 3

@@ -5,13 +5,17 @@ and the scatters drop what would be written there, so that no caller needs a mas
 """
 
 import dataclasses
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
 from haliax import NamedArray
 from jax import Array
+
+from levanter_infer.cache import by_pairs
+from levanter_infer.kernels.tpu import row_writes
 
 Module = TypeVar("Module")
 
@@ -26,7 +30,15 @@ def gather(array: Array, index, fill=None) -> Array:
     Args:
         index: an array, or a tuple of one per leading axis.
     """
-    return array.at[index].get(mode="fill", fill_value=fill)
+
+    def plain(array: Array, *indices: Array) -> Array:
+        return array.at[indices].get(mode="fill", fill_value=fill)
+
+    indices = tuple(map(jnp.asarray, index)) if isinstance(index, tuple) else (jnp.asarray(index),)
+    if not by_pairs.compares(array, *indices):
+        return plain(array, *indices)
+    compared = functools.partial(by_pairs.gather if array.ndim == 1 else by_pairs.gather_at, fill=fill)
+    return jax.lax.platform_dependent(array, *indices, tpu=compared, default=plain)
 
 
 def gather_together(columns: Mapping[str, Array], index: Array, fills: Mapping[str, float | int]) -> dict[str, Array]:
@@ -87,13 +99,36 @@ class ShortRows:
 
 
 def scatter(array: Array, index, values) -> Array:
-    """`array` with `values` at `index`; values of absent indices are dropped."""
-    return array.at[index].set(values, mode="drop")
+    """`array` with `values` at `index`; values of absent indices are dropped, and of a repeated index any is kept."""
+    return _written(array, index, values, by_pairs.scatter, lambda at, values: at.set(values, mode="drop"))
 
 
 def scatter_add(array: Array, index, values) -> Array:
     """`array` with `values` added at `index`; repeated indices count, absent ones are dropped."""
-    return array.at[index].add(values, mode="drop")
+    add = by_pairs.scatter_add if jnp.issubdtype(array.dtype, jnp.integer) else None
+    return _written(array, index, values, add, lambda at, values: at.add(values, mode="drop"))
+
+
+def _written(array: Array, index, values, compared: Callable | None, plain: Callable) -> Array:
+    """`plain(array.at[index], values)`, which is `compared(array, index, values)` on a TPU where that takes it."""
+    is_vector = array.ndim == 1 and isinstance(index, Array) and by_pairs.compares(array, index)
+    if compared is None or not is_vector:
+        return plain(array.at[index], values)
+    values = jnp.broadcast_to(jnp.asarray(values, array.dtype), index.shape)
+    return jax.lax.platform_dependent(
+        array, index, values, tpu=compared, default=lambda array, index, values: plain(array.at[index], values)
+    )
+
+
+def put(table: Array, row: Array, column: Array, values: Array) -> Array:
+    """`scatter` of a number in each of different rows of a table."""
+
+    def plain(table: Array, row: Array, column: Array, values: Array) -> Array:
+        return scatter(table, (row, column), values)
+
+    if not row_writes.supports(table):
+        return plain(table, row, column, values)
+    return jax.lax.platform_dependent(table, row, column, values, tpu=row_writes.put, default=plain)
 
 
 def scatter_max(array: Array, index, values) -> Array:

@@ -97,11 +97,8 @@ def allocate_pages(state: DecodeState, shapes: Shapes, take: Array) -> tuple[Dec
     counts = new + copies.astype(jnp.int32)
     total = jnp.sum(counts, dtype=jnp.int32)
     page_table, pages = page_table.allocate(total, shapes.max_new_pages)
-    slot, item, valid = ragged_index(counts, jnp.int32(0), shapes.max_new_pages)
-    held = pages_for(table.num_computed, size)
-    begin = jnp.where(copies, first, held)
-    column = gather(begin, slot, 0) + item
-    page_indices = scatter(table.page_indices, (jnp.where(valid, slot, table.num_slots), column), pages)
+    begin = jnp.where(copies, first, pages_for(table.num_computed, size))
+    page_indices = _entered(table.page_indices, begin, counts, pages)
 
     source = jnp.where(copies, source, num_pages)
     target = jnp.where(copies, page_at(replace(table, page_indices=page_indices), slots, first), num_pages)
@@ -115,6 +112,27 @@ def allocate_pages(state: DecodeState, shapes: Shapes, take: Array) -> tuple[Dec
         counters=state.counters.plus(copied_pages=jnp.sum(copies, dtype=jnp.int32)),
     )
     return count_taken(state, pages), source, target
+
+
+def _entered(page_indices: Array, begin: Array, counts: Array, pages: Array) -> Array:
+    """`page_indices` [seq, seq_page] with the next `counts` i32[seq] of `pages` in each row, from the column `begin`
+    i32[seq] on."""
+
+    def by_page(page_indices: Array, begin: Array, counts: Array, pages: Array, first: int = 0) -> Array:
+        """Args: first: of the pages of each row that are entered, the number of those before it that are not."""
+        slot, item, valid = ragged_index(counts, jnp.int32(0), pages.shape[0])
+        row = jnp.where(valid & (item >= first), slot, counts.shape[0])
+        return scatter(page_indices, (row, gather(begin, slot, 0) + item), pages)
+
+    def by_row(page_indices: Array, begin: Array, counts: Array, pages: Array) -> Array:
+        # A TPU writes a table faster than a few hundred of its numbers. Decode tokens need one page each.
+        first = gather(pages, jnp.cumsum(counts, dtype=jnp.int32) - counts)
+        column = jax.lax.broadcasted_iota(jnp.int32, page_indices.shape, 1)
+        is_first = (column == begin[:, None]) & (counts > 0)[:, None]
+        page_indices = jnp.where(is_first, first[:, None], page_indices)
+        return run_if(jnp.any(counts > 1), lambda found: by_page(found, begin, counts, pages, 1), page_indices)
+
+    return jax.lax.platform_dependent(page_indices, begin, counts, pages, tpu=by_row, default=by_page)
 
 
 def count_taken(state: DecodeState, pages: Array) -> DecodeState:

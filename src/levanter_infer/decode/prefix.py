@@ -189,7 +189,7 @@ def _seekers(table: SequenceTable, shapes: Shapes, order: Array) -> Array:
     """Slots that look up pages, bool[seq]: the running ones, and the first ready one if another may run."""
     running, ready = _computes(table), is_ready(table)
     next_one = jnp.where(
-        jnp.sum(table.is_status(RUNNING)) < shapes.max_seqs, order[jnp.argmax(ready[order])], table.num_slots
+        jnp.sum(table.is_status(RUNNING)) < shapes.max_seqs, order[jnp.argmax(gather(ready, order))], table.num_slots
     )
     return running | (ready & (jnp.arange(table.num_slots) == next_one))
 
@@ -211,7 +211,7 @@ def _shareable(state: DecodeState, slots: Array) -> Array:
 
 def _rows(shapes: Shapes, order: Array, chosen: Array) -> Array:
     """The slots in the mask `chosen`, oldest first, i32[max_seqs]; unused entries are absent."""
-    chosen = chosen[order]
+    chosen = gather(chosen, order)
     row = jnp.where(chosen, jnp.cumsum(chosen, dtype=jnp.int32) - 1, shapes.max_seqs)
     return scatter(jnp.full(shapes.max_seqs, shapes.num_slots, jnp.int32), row, order)
 

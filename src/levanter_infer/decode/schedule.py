@@ -62,13 +62,13 @@ def start_waiting(state: DecodeState, shapes: Shapes, order: Array) -> DecodeSta
     num_running = jnp.sum(running, dtype=jnp.int32)
     available = page_table.num_free - jnp.sum(jnp.where(running, need, 0), dtype=jnp.int32)
 
-    ready_in_order = ready[order]
+    ready_in_order = gather(ready, order)
     rank = jnp.cumsum(ready_in_order, dtype=jnp.int32)
-    cumulative = jnp.cumsum(jnp.where(ready_in_order, need[order], 0), dtype=jnp.int32)
+    cumulative = jnp.cumsum(jnp.where(ready_in_order, gather(need, order), 0), dtype=jnp.int32)
     num_first = state.beams.num_first(order, ready_in_order)
     fits = (cumulative <= available) | ((num_running == 0) & (rank <= num_first))
     starts = ready_in_order & (rank + num_running <= shapes.max_seqs) & fits
-    starts = jnp.zeros_like(ready).at[order].set(starts)
+    starts = scatter(jnp.zeros_like(ready), order, starts)
     starts = state.beams.starting(starts, running)
     return replace(state, sequences=replace(table, status=jnp.where(starts, RUNNING, table.status)))
 
@@ -92,12 +92,12 @@ def choose_tokens(
     if states is not None:
         pending = jnp.minimum(pending, tokens_to_bound(table, states, shapes.page_size))
     budget = shapes.max_step_tokens - jnp.sum(decodes, dtype=jnp.int32)
-    wanted = jnp.where(decodes, 0, pending)[order]
+    wanted = gather(jnp.where(decodes, 0, pending), order)
     before = jnp.cumsum(wanted, dtype=jnp.int32) - wanted
     chunk = jnp.clip(budget - before, 0, wanted)
     if states is not None:
-        chunk = whole_pages(table.num_computed[order], chunk, chunk < wanted, shapes.page_size)
-    return jnp.where(decodes, 1, jnp.zeros_like(pending).at[order].set(chunk))
+        chunk = whole_pages(gather(table.num_computed, order), chunk, chunk < wanted, shapes.page_size)
+    return jnp.where(decodes, 1, scatter(jnp.zeros_like(pending), order, chunk))
 
 
 def pack(state: DecodeState, shapes: Shapes, order: Array, take: Array) -> StepPlan:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from levanter_infer.axes import ROW, ROW_BOUND, SEQ_PAGE, TOKEN
-from levanter_infer.cache.arrays import gather, replace, scatter, scatter_add
+from levanter_infer.cache.arrays import full, gather, put, replace, scatter, scatter_add
 from levanter_infer.cache.batch_info import PageBatchInfo, WindowBatch
 from levanter_infer.cache.cache import Cache
 from levanter_infer.cache.page_math import offset_of, page_of, pages_for
@@ -285,9 +285,9 @@ def append(
     emits, ends, searches = state.beams.rows_that_emit(slots, samples, (emits, ends))
 
     writer = jnp.where(emits, slots, num_slots)
-    tokens = scatter(table.tokens, (writer, lens), sampled.tokens)
+    tokens = put(table.tokens, writer, lens, sampled.tokens)
     seq_lens = scatter_add(table.seq_lens, writer, 1)
-    stopped = emits & _stops(state, tokens, slots, lens + 1, shapes)
+    stopped = emits & _stops(state, tokens, slots, lens + 1, sampled.tokens, shapes)
     failure = jnp.where(sampled.finite, IMPOSSIBLE, ERROR)
     reason = jnp.where(failed, failure, jnp.where(stopped, STOP, LENGTH)).astype(jnp.int32)
     done = failed | stopped | ends
@@ -355,18 +355,25 @@ def _counted(state: DecodeState, plan: StepPlan, computed: Array, filled: Array,
     )
 
 
-def _stops(state: DecodeState, tokens: Array, slots: Array, lens: Array, shapes: Shapes) -> Array:
-    """Rows that have just completed one of their stop token sequences, bool[row].
+def _stops(state: DecodeState, tokens: Array, slots: Array, lens: Array, newest: Array, shapes: Shapes) -> Array:
+    """Rows that have just completed one of their stop token sequences with the `newest` token, bool[row].
 
     Only generated tokens count: a stop sequence never matches across the end of the prompt.
     """
     table, sampling = state.sequences, state.sampling.rows(slots)
     width = shapes.limits.max_stop_tokens
-    prompt_lens = gather(table.prompt_lens, slots, 0)[:, None]
-    position = lens[:, None] - width + jnp.arange(width, dtype=jnp.int32)[None, :]
-    column = jnp.where(position >= prompt_lens, position, table.max_seq_len)
-    window = gather(tokens, (slots[:, None], column), shapes.limits.vocab_size)
-    enough = (lens - prompt_lens[:, 0]) >= sampling.min_tokens
+    prompt_lens = gather(table.prompt_lens, slots, 0)
+
+    def with_older(_: Array) -> Array:
+        position = lens[:, None] - width + jnp.arange(width, dtype=jnp.int32)[None, :]
+        column = jnp.where(position >= prompt_lens[:, None], position, table.max_seq_len)
+        return gather(tokens, (slots[:, None], column), shapes.limits.vocab_size)
+
+    # Most stop sequences are one token, and the others cost a gather of each number.
+    window = full((slots.shape[0], width), shapes.limits.vocab_size)
+    window = jnp.where(jnp.arange(width, dtype=jnp.int32)[None, :] == width - 1, newest[:, None], window)
+    window = run_if(jnp.any(sampling.stop_lens > 1), with_older, window)
+    enough = (lens - prompt_lens) >= sampling.min_tokens
     return stop_match(sampling.stop_ids, sampling.stop_lens, window, enough)
 
 

@@ -16,6 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.experimental.pallas import tpu as pltpu
 
+from levanter_infer.kernels import scopes
 from levanter_infer.kernels.tpu.pool import LANES
 
 _MAX_DEPTH, _MIN_DEPTH = 16, 4
@@ -75,6 +76,25 @@ def supports(logits: Array) -> bool:
 def as_read(logits: Array) -> Array:
     """The same array, stored row by row: XLA prefers rows in lanes, which need less padding."""
     return with_layout_constraint(logits, Layout((0, 1)))
+
+
+def bucketed(compute: Callable[[int], Array], num_rows: Array, buckets: Sequence[int], zeros: Array) -> Array:
+    """As of `Backend`, with a branch for each bucket.
+
+    A loop of zero or one trips carries the results of the others, which the compiler moves to VMEM and back: for 256
+    rows of 32,064 logits 63 MiB a step on v5e, and 94 on v6e.
+    """
+
+    def branch(rows: int) -> Callable[[], Array]:
+        def results() -> Array:
+            with jax.named_scope(scopes.head(rows)):
+                return as_read(zeros.at[:rows].set(compute(rows)))
+
+        return results
+
+    bucket = sum((num_rows > lower).astype(jnp.int32) for lower in (0, *buckets[:-1]))
+    with jax.named_scope(scopes.HEAD):
+        return as_read(jax.lax.switch(bucket, [lambda: zeros, *map(branch, buckets)]))
 
 
 def logit_stats(logits: Array, num_rows: Array, *, interpret: Interpret = False) -> tuple[Array, Array, Array]:

@@ -1,0 +1,86 @@
+"""Gathers and scatters of tables as comparisons of all pairs of an index and an entry, for TPUs.
+
+A TPU has no instruction that reads vectors at indices: XLA takes one number after the other, some 10 cycles each of a
+vector and 14 of a table, and writes them in 80. All pairs of 512 indices and 512 entries are 256 registers, which are
+compared, selected and summed up in 370 cycles (v5e). The results have the same bits.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+_MOST_ENTRIES = 4096
+"""Entries up to which all pairs take less than one number after the other."""
+_MOST_COLUMNS = 1024
+"""Columns of a table whose rows are read whole."""
+
+
+def compares(array: Array, *indices: Array) -> bool:
+    """Whether a vector is short enough to be compared with these indices, or the rows of a table to be read whole; and
+    whether its numbers have 32 bits or one."""
+    if array.dtype not in (jnp.int32, jnp.uint32, jnp.float32, jnp.bool_):
+        return False
+    if any(index.ndim != 1 or index.dtype != jnp.int32 for index in indices):
+        return False
+    most = _MOST_ENTRIES if array.ndim == 1 else _MOST_COLUMNS
+    return array.ndim == len(indices) <= 2 and array.shape[-1] <= most and indices[0].shape[0] <= _MOST_ENTRIES
+
+
+def gather(array: Array, index: Array, fill) -> Array:
+    """`array[index]`, [m], and `fill` where an index is absent; None: any value. Args: array: [n]; index: i32[m]."""
+    index = _counted(index, array.shape[0])
+    is_own = _iota((array.shape[0], index.shape[0]), 0) == index[None, :]
+    found = jnp.sum(jnp.where(is_own, _as_ints(array)[:, None], 0), axis=0, dtype=jnp.int32)
+    return _filled(_as_type(found, array.dtype), (index >= 0) & (index < array.shape[0]), fill)
+
+
+def gather_at(array: Array, row: Array, column: Array, fill) -> Array:
+    """`array[row, column]`, [m], as `gather`. Args: array: [rows, columns]; row, column: i32[m]."""
+    num_rows, num_columns = array.shape
+    row, column = _counted(row, num_rows), _counted(column, num_columns)
+    rows = _as_ints(array).at[row].get(mode="clip")
+    is_own = _iota(rows.shape, 1) == column[:, None]
+    found = jnp.sum(jnp.where(is_own, rows, 0), axis=1, dtype=jnp.int32)
+    exists = (row >= 0) & (row < num_rows) & (column >= 0) & (column < num_columns)
+    return _filled(_as_type(found, array.dtype), exists, fill)
+
+
+def scatter(array: Array, index: Array, values: Array) -> Array:
+    """`array` with `values` at `index`; those of absent indices are dropped, and of a repeated index one is kept.
+
+    Args: array: [n]; index: i32[m]; values: [m], of the array's dtype.
+    """
+    is_own = _counted(index, array.shape[0])[:, None] == _iota((index.shape[0], array.shape[0]), 1)
+    lowest = jnp.iinfo(jnp.int32).min
+    found = jnp.max(jnp.where(is_own, _as_ints(values)[:, None], lowest), axis=0)
+    return jnp.where(jnp.any(is_own, axis=0), _as_type(found, array.dtype), array)
+
+
+def scatter_add(array: Array, index: Array, values: Array) -> Array:
+    """`array` with `values` added at `index`; repeated indices count, absent ones are dropped.
+
+    Args: as of `scatter`, of integers.
+    """
+    is_own = _counted(index, array.shape[0])[:, None] == _iota((index.shape[0], array.shape[0]), 1)
+    return array + jnp.sum(jnp.where(is_own, values[:, None], 0), axis=0, dtype=array.dtype)
+
+
+def _counted(index: Array, size: int) -> Array:
+    """Negative indices counted from the end, as arrays take them."""
+    return jnp.where(index < 0, index + size, index)
+
+
+def _iota(shape: tuple[int, ...], axis: int) -> Array:
+    return jax.lax.broadcasted_iota(jnp.int32, shape, axis)
+
+
+def _as_ints(array: Array) -> Array:
+    return array.astype(jnp.int32) if array.dtype == jnp.bool_ else jax.lax.bitcast_convert_type(array, jnp.int32)
+
+
+def _as_type(ints: Array, dtype) -> Array:
+    return ints != 0 if dtype == jnp.bool_ else jax.lax.bitcast_convert_type(ints, dtype)
+
+
+def _filled(found: Array, exists: Array, fill) -> Array:
+    return found if fill is None else jnp.where(exists, found, jnp.asarray(fill, found.dtype))
