@@ -66,6 +66,22 @@ def test_the_ring_wraps_around():
     assert sorted(free_pages(table)) == [0, 1, 2]
 
 
+@pytest.mark.parametrize("capacity", [150, 200, 330])
+def test_more_pages_than_one_part_are_taken_in_the_order_of_the_ring(capacity):
+    """From every place of a ring of 200, in parts that are filled up, beside a queue."""
+    queue, rng = list(range(200)), np.random.default_rng(capacity)
+    table, held = PageTable.init(200, 4), []
+    for count in [0, 1, 64, 65, 128, *rng.integers(0, 150, 20)]:
+        count = min(int(count), len(queue))
+        table, pages = table.allocate(jnp.int32(count), capacity)
+        assert pages.tolist() == [*queue[:count], *[200] * (capacity - count)]
+        held, queue = held + queue[:count], queue[count:]
+        back, held = held[: len(held) // 2], held[len(held) // 2 :]
+        table, queue = table.release(ids(*back, 200)), queue + back
+        assert free_pages(table) == queue
+        assert np.flatnonzero(table.ref_counts).tolist() == sorted(held) and int(table.ref_counts.sum()) == len(held)
+
+
 @pytest.mark.parametrize("size", [0, 3, 12])
 def test_page_size_must_be_a_power_of_two(size):
     with pytest.raises(ValueError, match="power of two"):

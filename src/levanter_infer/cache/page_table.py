@@ -7,7 +7,7 @@ from jax import Array
 from jaxtyping import Int32
 
 from levanter_infer.cache.arrays import full, gather, replace, scatter, scatter_add, scatter_max
-from levanter_infer.kernels.loops import run_if
+from levanter_infer.kernels.loops import in_parts, run_if
 
 
 class PageTable(eqx.Module):
@@ -61,16 +61,28 @@ class PageTable(eqx.Module):
             The new table, and page ids i32[capacity], of which the first `count` are taken and the rest are none.
         Requires: `count <= num_free`; the scheduler guarantees it.
         """
-        index = jnp.arange(capacity, dtype=jnp.int32)
-        place = jax.lax.rem(self.ring_head + index, self.num_pages)
-        pages = jnp.where(index < count, self.free_ring[place], self.num_pages)
+        pages = jnp.where(jnp.arange(capacity, dtype=jnp.int32) < count, self._next_free(capacity), self.num_pages)
         table = replace(
             self,
-            ref_counts=scatter(self.ref_counts, pages, 1),
+            ref_counts=in_parts(
+                lambda held, part: scatter(held, part, 1), self.ref_counts, pages, count, self.num_pages
+            ),
             ring_head=jax.lax.rem(self.ring_head + count, self.num_pages),
             num_free=self.num_free - count,
         )
         return table, pages
+
+    def _next_free(self, capacity: int) -> Array:
+        """The ring from its head on, i32[capacity]."""
+        last = self.num_pages - capacity
+        if last < 0:
+            return self.free_ring[jax.lax.rem(self.ring_head + jnp.arange(capacity, dtype=jnp.int32), self.num_pages)]
+        # As slices, which take less than a number for each page.
+        start = jnp.minimum(self.ring_head, last)
+        ring = jnp.concatenate(
+            [jax.lax.dynamic_slice_in_dim(self.free_ring, start, capacity), self.free_ring[:capacity]]
+        )
+        return jax.lax.dynamic_slice_in_dim(ring, self.ring_head - start, capacity)
 
     def share(self, pages: Array) -> "PageTable":
         """Add one reference to each of `pages` (any shape; none entries are ignored, repeats count)."""

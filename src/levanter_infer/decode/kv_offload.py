@@ -193,7 +193,7 @@ def swap_in(
     )
     state = replace(state, sequences=table, page_table=replace(page_table, ref_counts=counts))
     state = replace(state, windows=tuple(_with_window_pages(table, each, slots) for each in state.windows))
-    return count_taken(state, pages), pages
+    return count_taken(state, pages, count), pages
 
 
 def _with_window_pages(table: SequenceTable, window: WindowPages, slots: Array) -> WindowPages:

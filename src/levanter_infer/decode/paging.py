@@ -11,12 +11,13 @@ from jax import Array
 from levanter_infer.cache.arrays import gather, replace, scatter, scatter_add, scatter_max, scatter_min
 from levanter_infer.cache.page_math import offset_of, page_of, pages_for
 from levanter_infer.cache.page_table import PageTable, ragged_index
+from levanter_infer.cache.prefix_table import PrefixTable
 from levanter_infer.cache.window_pages import WindowPages
 from levanter_infer.decode.codes import FINISHED, RUNNING, WAITING
 from levanter_infer.decode.sequence_table import SequenceTable
 from levanter_infer.decode.shapes import Shapes
 from levanter_infer.decode.state import DecodeState
-from levanter_infer.kernels.loops import run_if
+from levanter_infer.kernels.loops import in_parts, run_if
 
 _BLOCK = 1024
 """Pages shared or released per trip of a loop: usually there is one trip."""
@@ -38,20 +39,20 @@ def pages_needed(state: DecodeState, take: Array) -> tuple[Array, Array]:
     return new, (take > 0) & (offset_of(computed, size) != 0) & shared
 
 
-def preempt(state: DecodeState, order: Array, take: Array) -> tuple[DecodeState, Array]:
+def preempt(state: DecodeState, order: Array, take: Array) -> tuple[DecodeState, Array, tuple[Array, Array]]:
     """Preempt the last sequences in `order` until the free pages suffice for the step.
 
     A preempted sequence keeps its tokens, waits, and recomputes them later. The first in order is never preempted; it
     fits alone, because requests that do not are refused.
 
-    Returns: the new state, and `take` with 0 for the preempted sequences.
+    Returns: the new state, `take` with 0 for the preempted sequences, and the `pages_needed` for it.
     """
-    new, copies = pages_needed(state, take)
-    need = new + copies.astype(jnp.int32)
+    new, shared = pages_needed(state, take)
+    need = new + shared.astype(jnp.int32)
     short = jnp.sum(need, dtype=jnp.int32) > state.num_free
 
     def body(carry):
-        state, take = carry
+        state, take, _ = carry
         table = state.sequences
         rank = jnp.zeros_like(order).at[order].set(jnp.arange(order.shape[0], dtype=jnp.int32))
         released = _released_by_suffix(table.page_indices, state.page_table, rank)
@@ -75,21 +76,23 @@ def preempt(state: DecodeState, order: Array, take: Array) -> tuple[DecodeState,
             status=jnp.where(stops, WAITING, state.sequences.status),
             fork_source=state.beams.sharing_again(state.sequences.fork_source, stops),
         )
-        return replace(state, sequences=table), jnp.where(stops, 0, take)
+        state, take = replace(state, sequences=table), jnp.where(stops, 0, take)
+        return state, take, pages_needed(state, take)
 
-    return run_if(short, body, (state, take))
+    return run_if(short, body, (state, take, (new, shared)))
 
 
-def allocate_pages(state: DecodeState, shapes: Shapes, take: Array) -> tuple[DecodeState, Array, Array]:
+def allocate_pages(state: DecodeState, shapes: Shapes, needed: tuple[Array, Array]) -> tuple[DecodeState, Array, Array]:
     """Allocate the pages that the scheduled tokens are written to; a shared page that is written gets a copy.
 
+    Args: needed: `pages_needed` for the scheduled tokens.
     Returns: the new state, and (source, target) pages to copy, i32[seq] each; unused pairs hold `num_pages`.
     Requires: enough free pages (`preempt` sees to it).
     Source: copy-on-write of PagedAttention, arXiv:2309.06180, section 4.4.
     """
     table, page_table = state.sequences, state.page_table
     size, num_pages = page_table.page_size, page_table.num_pages
-    new, shared = pages_needed(state, take)
+    new, shared = needed
     slots, first = _all_slots(table), page_of(table.num_computed, size)
     source = jnp.where(shared, page_at(table, slots, first), num_pages)
     copies = shared & ~run_if(jnp.any(shared), lambda _: _keeps_page(page_table, source), jnp.zeros_like(shared))
@@ -101,9 +104,13 @@ def allocate_pages(state: DecodeState, shapes: Shapes, take: Array) -> tuple[Dec
     page_indices = _entered(table.page_indices, begin, counts, pages)
 
     source = jnp.where(copies, source, num_pages)
-    target = jnp.where(copies, page_at(replace(table, page_indices=page_indices), slots, first), num_pages)
-    # A copied page keeps at least one reference: `_keeps_page` leaves it to one of its holders.
-    page_table = replace(page_table, ref_counts=scatter_add(page_table.ref_counts, source, -1))
+
+    def copied(carry: tuple[PageTable, Array]) -> tuple[PageTable, Array]:
+        target = jnp.where(copies, page_at(replace(table, page_indices=page_indices), slots, first), num_pages)
+        # A copied page keeps at least one reference: `_keeps_page` leaves it to one of its holders.
+        return replace(carry[0], ref_counts=scatter_add(carry[0].ref_counts, source, -1)), target
+
+    page_table, target = run_if(jnp.any(copies), copied, (page_table, jnp.full_like(source, num_pages)))
     state = replace(
         state,
         sequences=replace(table, page_indices=page_indices),
@@ -111,7 +118,7 @@ def allocate_pages(state: DecodeState, shapes: Shapes, take: Array) -> tuple[Dec
         windows=tuple(_attached(each, pages, total, source) for each in state.windows),
         counters=state.counters.plus(copied_pages=jnp.sum(copies, dtype=jnp.int32)),
     )
-    return count_taken(state, pages), source, target
+    return count_taken(state, pages, total), source, target
 
 
 def _entered(page_indices: Array, begin: Array, counts: Array, pages: Array) -> Array:
@@ -135,13 +142,20 @@ def _entered(page_indices: Array, begin: Array, counts: Array, pages: Array) -> 
     return jax.lax.platform_dependent(page_indices, begin, counts, pages, tpu=by_row, default=by_page)
 
 
-def count_taken(state: DecodeState, pages: Array) -> DecodeState:
-    """Forget the prefix-cache entries and snapshots of `pages` (any shape; none entries are ignored), which have a new
-    owner."""
+def count_taken(state: DecodeState, pages: Array, count: Array) -> DecodeState:
+    """Forget the prefix-cache entries and snapshots of the first `count` of `pages`, i32[n], which have a new owner.
+
+    Requires: the others are none.
+    """
     page_table, prefix, counters = state.page_table, state.prefix, state.counters
     if prefix is not None:
-        counters = counters.plus(prefix_evictions=jnp.sum(prefix.findable(pages), dtype=jnp.int32))
-        prefix = prefix.forget(pages)
+
+        def forget(carry: tuple[PrefixTable, Array], part: Array) -> tuple[PrefixTable, Array]:
+            prefix, found = carry
+            return prefix.forget(part), found + jnp.sum(prefix.findable(part), dtype=jnp.int32)
+
+        prefix, found = in_parts(forget, (prefix, jnp.int32(0)), pages, count, page_table.num_pages)
+        counters = counters.plus(prefix_evictions=found)
     snapshots = state.snapshots
     if snapshots is not None:
         snapshots = snapshots.detach(pages)

@@ -44,8 +44,8 @@ def schedule(state: DecodeState, shapes: Shapes) -> tuple[DecodeState, StepPlan,
     state = start_waiting(state, shapes, order)
     state, waits, states = match_prefix(state, shapes, order)
     take = choose_tokens(state, shapes, order, waits, states)
-    state, take = preempt(state, order, take)
-    state, source, target = allocate_pages(state, shapes, take)
+    state, take, needed = preempt(state, order, take)
+    state, source, target = allocate_pages(state, shapes, needed)
     return state, replace(pack(state, shapes, order, take), states=states), source, target
 
 
