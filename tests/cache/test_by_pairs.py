@@ -1,10 +1,12 @@
 """Comparisons of all pairs give the bits of XLA's gathers and scatters, which every other platform takes."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from levanter_infer.cache import by_pairs
+from levanter_infer.cache.arrays import scatter, scatter_add
 
 ENTRIES, INDICES = 70, 40
 COLUMNS = {
@@ -71,3 +73,12 @@ def test_what_is_too_long_or_of_other_bits_is_left_to_xla():
     assert not by_pairs.compares(jnp.zeros(8, jnp.bfloat16), at) and not by_pairs.compares(
         jnp.zeros(8, jnp.int32), at[:, None]
     )
+
+
+def test_nothing_is_written_at_no_index_and_values_of_other_types_are_refused():
+    none, at = jnp.zeros(0, jnp.int32), jnp.arange(2, dtype=jnp.int32)
+    assert jax.jit(scatter)(jnp.arange(4, dtype=jnp.int32), none, none).tolist() == [0, 1, 2, 3]
+    with pytest.raises(ValueError, match="promotion"):
+        scatter(jnp.zeros(4, jnp.int32), at, jnp.array([1.5, 2.5], jnp.float32))
+    with pytest.raises(ValueError, match="promotion"):
+        scatter_add(jnp.zeros(4, jnp.int32), at, jnp.ones(2, jnp.bool_))

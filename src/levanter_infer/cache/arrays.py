@@ -99,7 +99,8 @@ class ShortRows:
 
 
 def scatter(array: Array, index, values) -> Array:
-    """`array` with `values` at `index`; values of absent indices are dropped, and of a repeated index any is kept."""
+    """`array` with `values` at `index`; values of absent indices are dropped. Of a repeated index any value is kept, in
+    other arrays perhaps another."""
     return _written(array, index, values, by_pairs.scatter, lambda at, values: at.set(values, mode="drop"))
 
 
@@ -112,7 +113,8 @@ def scatter_add(array: Array, index, values) -> Array:
 def _written(array: Array, index, values, compared: Callable | None, plain: Callable) -> Array:
     """`plain(array.at[index], values)`, which is `compared(array, index, values)` on a TPU where that takes it."""
     is_vector = array.ndim == 1 and isinstance(index, Array) and by_pairs.compares(array, index)
-    if compared is None or not is_vector:
+    is_typed = not isinstance(values, Array) or values.dtype == array.dtype  # JAX refuses others
+    if compared is None or not is_vector or not is_typed:
         return plain(array.at[index], values)
     values = jnp.broadcast_to(jnp.asarray(values, array.dtype), index.shape)
     return jax.lax.platform_dependent(
@@ -121,7 +123,10 @@ def _written(array: Array, index, values, compared: Callable | None, plain: Call
 
 
 def put(table: Array, row: Array, column: Array, values: Array) -> Array:
-    """`scatter` of a number in each of different rows of a table."""
+    """`scatter` of one number in each of some rows of a table.
+
+    Args: row, column, values: i32[n]. Requires: no row occurs twice, but for absent ones.
+    """
 
     def plain(table: Array, row: Array, column: Array, values: Array) -> Array:
         return scatter(table, (row, column), values)

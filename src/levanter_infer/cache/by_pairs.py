@@ -2,7 +2,8 @@
 
 A TPU has no instruction that reads vectors at indices: XLA takes one number after the other, some 10 cycles each of a
 vector and 14 of a table, and writes them in 80. All pairs of 512 indices and 512 entries are 256 registers, which are
-compared, selected and summed up in 370 cycles (v5e). The results have the same bits.
+compared, selected and summed up in 370 cycles (v5e). The results have the same bits, but for what is left open: what
+is read at an absent index without a fill value, and which value of a repeated index is kept.
 """
 
 import jax
@@ -52,7 +53,7 @@ def scatter(array: Array, index: Array, values: Array) -> Array:
     """
     is_own = _counted(index, array.shape[0])[:, None] == _iota((index.shape[0], array.shape[0]), 1)
     lowest = jnp.iinfo(jnp.int32).min
-    found = jnp.max(jnp.where(is_own, _as_ints(values)[:, None], lowest), axis=0)
+    found = jnp.max(jnp.where(is_own, _as_ints(values)[:, None], lowest), axis=0, initial=lowest)
     return jnp.where(jnp.any(is_own, axis=0), _as_type(found, array.dtype), array)
 
 

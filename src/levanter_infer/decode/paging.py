@@ -123,7 +123,7 @@ def allocate_pages(state: DecodeState, shapes: Shapes, needed: tuple[Array, Arra
 
 def _entered(page_indices: Array, begin: Array, counts: Array, pages: Array) -> Array:
     """`page_indices` [seq, seq_page] with the next `counts` i32[seq] of `pages` in each row, from the column `begin`
-    i32[seq] on."""
+    i32[seq] on. Requires: `begin >= 0`, and no more pages than there are."""
 
     def by_page(page_indices: Array, begin: Array, counts: Array, pages: Array, first: int = 0) -> Array:
         """Args: first: of the pages of each row that are entered, the number of those before it that are not."""

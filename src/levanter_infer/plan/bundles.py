@@ -29,9 +29,9 @@ _XLA = re.compile(r"exit bundle: %\S+ = fusion\(")
 _REGISTER = re.compile(r"%\w+_([sp]\d+)$")
 _POINTER = re.compile(r"\[#allocation\d+\]")
 _ALLOCATION = re.compile(r"#allocation\d+(?:_spill)?\b")
-_VARIABLE = re.compile(r"s(?:ld|st) \[smem:\[(#allocation\d+(?:_spill)?)\]\]")
+_LOAD = re.compile(r"sld \[smem:\[(#\w+)\]\]")
 _STORE = re.compile(
-    r"sst \[smem:\[(?P<variable>#\w+)\]\] (?:\((?P<negated>!?)%\w+_(?P<predicate>p\d+)\), )?(?P<operand>\S+)$"
+    r"sst \[smem:\[(?P<variable>#\w+)\]\] (?:\((?P<negated>!?)%\w+_(?P<predicate>p\d+)\), )?(?P<operand>[%\w]+)$"
 )
 _LOADED = re.compile(r"\[smem:\[(#\w+)\]\]$")
 _DELAY_SLOTS = 4
@@ -113,8 +113,8 @@ class Schedules:
         return sorted(self._paths)
 
     def cycles(self, instruction: str) -> int | None:
-        """Cycles of an instruction, by its name, waits for the units included; None if it has no schedule, or if data
-        decide how often a loop of it runs."""
+        """Cycles of an instruction, by its name, waits for the units included; None if it has no schedule, or if it is
+        a Pallas kernel and data decide how often a loop of it runs. Such a loop of XLA's counts once."""
         if instruction not in self._cycles:
             path = self._paths.get(instruction)
             bundles = [] if path is None else split_bundles(path.read_text())
@@ -194,8 +194,11 @@ def branch_targets(bundle: str) -> list[str]:
 def _variables(bundles: Sequence[str]) -> Set[str]:
     """The allocations of scalar memory that hold one number, as where the compiler spills a counter: those that are
     loaded and stored as they are, and nothing else."""
-    every = collections.Counter(found for text in bundles for found in _ALLOCATION.findall(text))
-    alone = collections.Counter(found for text in bundles for found in _VARIABLE.findall(text))
+    every, alone = collections.Counter(), collections.Counter()
+    for text in (_COMMENT.sub("", bundle) for bundle in bundles):
+        every.update(_ALLOCATION.findall(text))
+        alone.update(_LOAD.findall(text))
+        alone.update(match["variable"] for each in text.split(";;") if (match := _STORE.search(each.rstrip("} \n"))))
     return {name for name, count in alone.items() if every[name] == count}
 
 

@@ -1,7 +1,7 @@
 """Cycles of the parts of a step, from the schedules of the TPU compiler.
 
-An instruction takes the cycles of its schedule (`bundles.Schedules`). Where data decide how often a loop of it runs, as
-in gathers and scatters, it takes those that the compiler expected of it while it compiled (`estimated_cycles` in the
+An instruction takes the cycles of its schedule (`bundles.Schedules`), in which a loop whose trips data decide counts
+once. Without a schedule it takes those that the compiler expected of it while it compiled (`estimated_cycles` in the
 text of the program); these are up to ten times as many as the schedule has for other instructions. Collectives, and
 Pallas kernels whose work depends on data, as that of attention, have neither, and are counted without cycles. Waits for
 HBM are not known.
@@ -248,6 +248,8 @@ class _Counter:
         scope = scopes_of(line)[-2:-1]
         if scope == [scopes.HEAD]:
             head_rows = self._program.head_rows
+            if len(branches) != 1 + len(head_rows):
+                raise ValueError(f"the head has {len(branches)} branches, for {sorted(head_rows)} rows and for none")
             return branches[1 + sorted(head_rows).index(_fitting(head_rows, self._rows))]
         return branches[-1] if self._taken.intersection(scope) else branches[0]
 

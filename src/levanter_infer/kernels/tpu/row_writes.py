@@ -47,7 +47,7 @@ def put(table: Array, row: Array, column: Array, values: Array, *, interpret: An
 
     Args:
         table: i32[rows, columns] that `supports` takes.
-        row, column, values: i32[m]. Requires: no row occurs twice, but for absent ones; indices are not negative.
+        row, column, values: i32[m]; negative indices are absent. Requires: no row occurs twice, but for absent ones.
         interpret: as `pallas_call` takes it.
     """
     rows, columns = table.shape
@@ -55,7 +55,7 @@ def put(table: Array, row: Array, column: Array, values: Array, *, interpret: An
     # The bytes of the table as they are: registers of 8 rows of 128 numbers, one beside the other.
     stretches = table.reshape(tiles[0], _SUBLANES, tiles[1], LANES).swapaxes(1, 2).reshape(-1, 1, LANES)
     place = (row // _SUBLANES * tiles[1] + column // LANES) * _SUBLANES + row % _SUBLANES
-    exists = (row < rows) & (column < columns)
+    exists = (row >= 0) & (row < rows) & (column >= 0) & (column < columns)
     scalars = _Scalars(jnp.where(exists, place, -1), column % LANES, values, jnp.sum(exists, dtype=jnp.int32)[None])
     count, dma, hbm = row.shape[0], pltpu.SemaphoreType.DMA, pl.BlockSpec(memory_space=pltpu.HBM)
     stretches = pl.pallas_call(
