@@ -536,13 +536,13 @@ def _draw_tokens(
     with jax.named_scope(scopes.FILTERED):
         threshold = jax.lax.cond(jnp.any((top_k < vocab.size) | (top_p < 1)), thresholds, lambda: everything)
 
-    def at(ids):
-        return vocab.at(logits if kernels is None else kernels.as_read(logits), ids, -jnp.inf)
+    def at(ids, stride=None):
+        return vocab.at(logits if kernels is None else kernels.as_read(logits), ids, -jnp.inf, stride)
 
     if kernels is not None:
 
-        def leaves(ids):
-            z = at(ids)
+        def leaves(ids, stride):
+            z = at(ids, stride)
             return weights(z, threshold, floor), exponents(z)
 
         own = terms(threshold, floor)

@@ -139,7 +139,7 @@ def draw_by_kernels(
     kernels: SamplingKernels,
     logits: Array,
     terms: Array,
-    leaves: Callable[[Array], tuple[Array, Array]],
+    leaves: Callable[[Array, int], tuple[Array, Array]],
     words: Array,
     vocab: Vocabulary,
     num_rows: Array,
@@ -148,7 +148,8 @@ def draw_by_kernels(
 
     Of what a choice needs of other devices all levels but the last two are sent at once.
 
-    Args: leaves: the weights of the tokens i32[row, k], and something else of them, f32[row, k] each.
+    Args: leaves: the weights of the tokens i32[row, k], which are a stride apart, and something else of them, f32[row,
+        k] each.
     Returns: also what `leaves` says of the token, f32[row].
     """
     widths = level_widths(vocab.size)
@@ -159,7 +160,7 @@ def draw_by_kernels(
     node, masses = kernels.descend(upper, lower, clocks, sizes[1:], num_rows)
     masses = vocab.shard_axis.sum(masses)
     node = node + sizes[2] * _first_child(masses, clocks[:, -2 * FAN : -FAN])
-    masses, values = leaves(_children(node, sizes[1]))
+    masses, values = leaves(_children(node, sizes[1]), sizes[1])
     child = _first_child(masses, clocks[:, -FAN:])
     chosen = jax.lax.broadcasted_iota(jnp.int32, values.shape, 1) == child[:, None]
     return node + sizes[1] * child, upper[:, -LANES], jnp.sum(jnp.where(chosen, values, 0), axis=1)

@@ -141,12 +141,30 @@ class Vocabulary:
             return logits
         return jnp.where(self.ids(logits.shape) < self.size, logits, -jnp.inf)
 
-    def at(self, values: Array, ids: Array, fill: float) -> Array:
-        """f32[row, k], the values f32[row, part] of the tokens i32[row, k]; `fill` where an id is none."""
+    def at(self, values: Array, ids: Array, fill: float, stride: int | None = None) -> Array:
+        """f32[row, k], the values f32[row, part] of the tokens i32[row, k]; `fill` where an id is none.
+
+        Args: stride: the distance from each id of a row to the next, where it is the same: then a part reads those ids
+            only that it may have.
+        """
         if self.shard_axis.parts == 1:
             return jnp.take_along_axis(values, ids, axis=1, mode="fill", fill_value=fill)
-        own = jnp.take_along_axis(values, self.local(ids), axis=1, mode="fill", fill_value=0.0)
+        own = self._own_at(values, ids) if stride is None else self._own_at_stride(values, ids, stride)
         return jnp.where(ids < self.size, self.shard_axis.sum(own), fill)
+
+    def _own_at(self, values: Array, ids: Array) -> Array:
+        """As `at`, of the tokens of this part, and 0 for others."""
+        return jnp.take_along_axis(values, self.local(ids), axis=1, mode="fill", fill_value=0.0)
+
+    def _own_at_stride(self, values: Array, ids: Array, stride: int) -> Array:
+        count = ids.shape[1]
+        most = min(-(-self.part_size // stride), count)
+        # The column of the first id that is not in an earlier part.
+        first = -((ids[:, 0] - self.shard_axis.index * self.part_size) // stride)
+        column = jnp.clip(first, 0, count - most)[:, None] + jnp.arange(most, dtype=jnp.int32)[None, :]
+        found = self._own_at(values, ids[:, :1] + stride * column)
+        is_own = column[:, :, None] == jnp.arange(count, dtype=jnp.int32)[None, None, :]
+        return jnp.sum(jnp.where(is_own, found[:, :, None], 0), axis=1)
 
     def first(self, hits: Array) -> Array:
         """The first token of each row of the mask bool[row, part], i32[row]; the last of all where there is none."""
