@@ -9,6 +9,14 @@ from levanter_infer.cache import by_pairs
 from levanter_infer.cache.arrays import scatter, scatter_add
 
 ENTRIES, INDICES = 70, 40
+
+
+@pytest.fixture(autouse=True)
+def where_a_tpu_may_run():
+    with by_pairs.traced(True):
+        yield
+
+
 COLUMNS = {
     "int32": np.arange(ENTRIES, dtype=np.int32) * 30_000_000 - 2**30,
     "uint32": np.arange(ENTRIES, dtype=np.uint32) * 60_000_000 + 2**31,
@@ -82,3 +90,10 @@ def test_nothing_is_written_at_no_index_and_values_of_other_types_are_refused():
         scatter(jnp.zeros(4, jnp.int32), at, jnp.array([1.5, 2.5], jnp.float32))
     with pytest.raises(ValueError, match="promotion"):
         scatter_add(jnp.zeros(4, jnp.int32), at, jnp.ones(2, jnp.bool_))
+
+
+def test_only_what_a_tpu_may_run_is_traced_with_comparisons():
+    at = jnp.zeros(8, jnp.int32)
+    with by_pairs.traced(False):
+        assert not by_pairs.compares(at, at)
+    assert by_pairs.compares(at, at)

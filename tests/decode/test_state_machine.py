@@ -7,6 +7,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
+from levanter_infer.cache import by_pairs
 from tests.decode.driver import SHAPES, VOCAB, WINDOWED, Driver, programs, random_operation
 
 EXAMPLES = 400
@@ -113,7 +114,8 @@ def as_a_tpu(monkeypatch):
     monkeypatch.setattr(
         jax.lax, "platform_dependent", lambda *args, default, tpu=None, **_: (default if tpu is None else tpu)(*args)
     )
-    yield
+    with by_pairs.traced(True):
+        yield
     programs.cache_clear()
 
 

@@ -15,7 +15,6 @@ from haliax import NamedArray
 from jax import Array
 
 from levanter_infer.cache import by_pairs
-from levanter_infer.kernels.tpu import row_writes
 
 Module = TypeVar("Module")
 
@@ -120,20 +119,6 @@ def _written(array: Array, index, values, compared: Callable | None, plain: Call
     return jax.lax.platform_dependent(
         array, index, values, tpu=compared, default=lambda array, index, values: plain(array.at[index], values)
     )
-
-
-def put(table: Array, row: Array, column: Array, values: Array) -> Array:
-    """`scatter` of one number in each of some rows of a table.
-
-    Args: row, column, values: i32[n]. Requires: no row occurs twice, but for absent ones.
-    """
-
-    def plain(table: Array, row: Array, column: Array, values: Array) -> Array:
-        return scatter(table, (row, column), values)
-
-    if not row_writes.supports(table):
-        return plain(table, row, column, values)
-    return jax.lax.platform_dependent(table, row, column, values, tpu=row_writes.put, default=plain)
 
 
 def scatter_max(array: Array, index, values) -> Array:

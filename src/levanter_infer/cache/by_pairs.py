@@ -6,9 +6,15 @@ compared, selected and summed up in 370 cycles (v5e). The results have the same 
 is read at an absent index without a fill value, and which value of a repeated index is kept.
 """
 
+import contextlib
+import contextvars
+from collections.abc import Iterator
+
 import jax
 import jax.numpy as jnp
 from jax import Array
+
+_traced = contextvars.ContextVar("by_pairs", default=False)
 
 _MOST_ENTRIES = 4096
 """Entries up to which all pairs take less than one number after the other."""
@@ -16,10 +22,21 @@ _MOST_COLUMNS = 1024
 """Columns of a table whose rows are read whole."""
 
 
+@contextlib.contextmanager
+def traced(value: bool) -> Iterator[None]:
+    """Whether what is traced meanwhile may run on a TPU. Elsewhere tracing both forms of each table's access would take
+    half of the time of tracing a step."""
+    token = _traced.set(value)
+    try:
+        yield
+    finally:
+        _traced.reset(token)
+
+
 def compares(array: Array, *indices: Array) -> bool:
-    """Whether a vector is short enough to be compared with these indices, or the rows of a table to be read whole; and
-    whether its numbers have 32 bits or one."""
-    if array.dtype not in (jnp.int32, jnp.uint32, jnp.float32, jnp.bool_):
+    """Whether a vector is short enough to be compared with these indices, or the rows of a table to be read whole;
+    whether its numbers have 32 bits or one; and whether the program that is traced may run on a TPU."""
+    if not _traced.get() or array.dtype not in (jnp.int32, jnp.uint32, jnp.float32, jnp.bool_):
         return False
     if any(index.ndim != 1 or index.dtype != jnp.int32 for index in indices):
         return False

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from levanter_infer.cache import by_pairs
 from levanter_infer.cache.arrays import replace
 from levanter_infer.decode.admission import Admission, admit
 from levanter_infer.decode.codes import FINISHED, FREE, RUNNING, WAITING
@@ -59,7 +60,8 @@ def run_steps(
         state, ring = step(model, state, ring, shapes, attention)
         return steps + 1, state, ring
 
-    _, state, ring = jax.lax.while_loop(goes_on, body, (jnp.int32(0), state, ring))
+    with by_pairs.traced(model.backend.compares_tables):
+        _, state, ring = jax.lax.while_loop(goes_on, body, (jnp.int32(0), state, ring))
     return state, ring
 
 

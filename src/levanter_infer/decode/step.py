@@ -1,6 +1,7 @@
 """One step of all running sequences: schedule, copy on write, forward, sample, append."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import NamedTuple
 
 import haliax as hax
@@ -9,7 +10,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from levanter_infer.axes import ROW, ROW_BOUND, SEQ_PAGE, TOKEN
-from levanter_infer.cache.arrays import full, gather, put, replace, scatter, scatter_add
+from levanter_infer.cache.arrays import full, gather, replace, scatter, scatter_add
 from levanter_infer.cache.batch_info import PageBatchInfo, WindowBatch
 from levanter_infer.cache.cache import Cache
 from levanter_infer.cache.page_math import offset_of, page_of, pages_for
@@ -68,7 +69,7 @@ def step(model, state: GenState, ring: OutputRing, shapes: Shapes, attention: At
         sampled = sample_rows(model, decode, hidden, plan, shapes, state.logits_mod)
     with jax.named_scope(scopes.APPEND):
         logits_mod = remembered(state.logits_mod, decode, plan, sampled)
-        decode, ring, moves = append(decode, ring, plan, sampled, shapes)
+        decode, ring, moves = append(decode, ring, plan, sampled, shapes, model.backend.put_numbers)
     with jax.named_scope(scopes.COPIES):
         cache = copy_states(*store_states(cache, moves.kept, moves.origins))
     return GenState(decode, cache, scores, routes, logits_mod), ring
@@ -265,11 +266,22 @@ def batch_info(state: DecodeState, plan: StepPlan, shapes: Shapes) -> PageBatchI
     )
 
 
+def put_numbers(table: Array, row: Array, column: Array, values: Array) -> Array:
+    """As of `Backend`, for callers without one."""
+    return scatter(table, (row, column), values)
+
+
 def append(
-    state: DecodeState, ring: OutputRing, plan: StepPlan, sampled: SampleOutput, shapes: Shapes
+    state: DecodeState,
+    ring: OutputRing,
+    plan: StepPlan,
+    sampled: SampleOutput,
+    shapes: Shapes,
+    put: Callable[[Array, Array, Array, Array], Array] = put_numbers,
 ) -> tuple[DecodeState, OutputRing, StateMoves]:
     """Store the sampled tokens, end the sequences that are done, release their pages, and start forks.
 
+    Args: put: `put_numbers` of the backend.
     Returns: the new state and ring, and what becomes of states of fixed size.
     """
     table = state.sequences

@@ -218,6 +218,8 @@ class Backend(ABC):
     """`grouped_linear` reads weights whose inputs are filled up with zeros to a multiple of this, on each device."""
     merges_ins: ClassVar[bool] = False
     """Whether `linear` reads weights whose several input axes are stored as one."""
+    compares_tables: ClassVar[bool] = False
+    """Whether tables are read and written by comparing all pairs of an index and an entry (`cache.by_pairs`)."""
     ring_bytes: ClassVar[int | None] = None
     """Fewest bytes of a device's columns of the residual stream for which the sums of tensor parallelism go around a
     ring beside the matmuls (`layers.collective_matmul`); None: they never do."""
@@ -327,6 +329,13 @@ class Backend(ABC):
         """Why results of this work depend on what else is in the batch, with `rows_apart` and in blocks of
         `block_tokens`; None if they do not, to the bit (docs/numerics.md)."""
         return f"{self.name} rounds by the shapes of a step"
+
+    def put_numbers(self, table: Array, row: Array, column: Array, values: Array) -> Array:
+        """i32[rows, columns] with one number in each of some rows; absent rows are dropped.
+
+        Args: row, column, values: i32[n]. Requires: no row occurs twice, but for absent ones.
+        """
+        return table.at[row, column].set(values, mode="drop")
 
     @abstractmethod
     def take_rows(self, table: Array, indices: Array, num_ins: int, dtype) -> Array:

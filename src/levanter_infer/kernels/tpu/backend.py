@@ -19,7 +19,7 @@ from levanter_infer.kernels import scopes
 from levanter_infer.kernels.backend import Fuse, Platform, Task, Work
 from levanter_infer.kernels.call import AttentionCall, GroupedCall, KvWrite, PoolShape, Rotation, checked
 from levanter_infer.kernels.rules import ScoreRules
-from levanter_infer.kernels.tpu import grouped, rotate, sampling
+from levanter_infer.kernels.tpu import grouped, rotate, row_writes, sampling
 from levanter_infer.kernels.tpu.decode import decode_attention
 from levanter_infer.kernels.tpu.kv_write import WritePlan, write_kv
 from levanter_infer.kernels.tpu.pool import LANES, TpuPool
@@ -53,6 +53,7 @@ class TpuBackend(XlaBackend):
     merges_ins = True
     """A layer is read out of its stack by the matmul only if the matmul's two axes are the last ones that are stored; a
     layer of heads and head sizes is copied into another order first."""
+    compares_tables = True
     ring_bytes = 2**18
     """A link takes 3 to 6 µs for so many, several times its latency."""
     pool_order = (0, 1, 3, 2, 4)
@@ -82,6 +83,12 @@ class TpuBackend(XlaBackend):
 
     def bucketed(self, compute: Callable[[int], Array], num_rows: Array, buckets: Sequence[int], zeros: Array) -> Array:
         return sampling.bucketed(compute, num_rows, buckets, zeros)
+
+    def put_numbers(self, table: Array, row: Array, column: Array, values: Array) -> Array:
+        plain = super().put_numbers
+        if not row_writes.supports(table):
+            return plain(table, row, column, values)
+        return jax.lax.platform_dependent(table, row, column, values, tpu=row_writes.put, default=plain)
 
     def logit_stats(self, logits: Array, num_rows: Array) -> tuple[Array, Array, Array] | None:
         if not sampling.supports(logits):

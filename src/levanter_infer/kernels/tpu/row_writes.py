@@ -60,7 +60,7 @@ def put(table: Array, row: Array, column: Array, values: Array, *, interpret: An
     count, dma, hbm = row.shape[0], pltpu.SemaphoreType.DMA, pl.BlockSpec(memory_space=pltpu.HBM)
     stretches = pl.pallas_call(
         _put,
-        out_shape=jax.ShapeDtypeStruct(stretches.shape, stretches.dtype),
+        out_shape=pltpu.HBM(stretches.shape, stretches.dtype),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
             grid=(1,),
@@ -72,7 +72,7 @@ def put(table: Array, row: Array, column: Array, values: Array, *, interpret: An
         compiler_params=pltpu.CompilerParams(disable_bounds_checks=True, disable_semaphore_checks=True),
         name="put",
         interpret=interpret,
-    )(scalars, stretches)
+    )(scalars, stretches if interpret else pltpu.with_memory_space_constraint(stretches, pltpu.HBM))
     return stretches.reshape(*tiles, _SUBLANES, LANES).swapaxes(1, 2).reshape(rows, columns)
 
 
