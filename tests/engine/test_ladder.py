@@ -83,6 +83,11 @@ def test_forks_give_the_same_tokens_and_copy_pages_only_where_they_diverge():
     assert 0 < stats["copied_pages"] <= 4
 
 
+def test_more_forks_than_are_copied_at_once_give_the_same_tokens():
+    tokens, engine = run([0], n=66, max_seqs=66, page_size=8)
+    assert tokens == [[expected()[0]] * 66] and engine.stats()["forks"] == 65
+
+
 def test_preempted_sequences_give_the_same_tokens():
     """Short prompts that grow far beyond what the pool holds: most of them lose their pages on the way."""
     steps = 40

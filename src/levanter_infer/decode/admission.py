@@ -14,7 +14,7 @@ from levanter_infer.decode.kv_offload import HostTerms
 from levanter_infer.decode.paging import free_pages_for_finished
 from levanter_infer.decode.sampling import SamplingTable
 from levanter_infer.decode.state import DecodeState
-from levanter_infer.kernels.loops import run_if
+from levanter_infer.kernels.loops import in_parts, run_if
 
 
 class Admission(eqx.Module):
@@ -88,12 +88,20 @@ def _write_pieces(state: DecodeState, admission: Admission) -> DecodeState:
     column = gather(admission.starts, piece, 0) + item
     tokens = scatter(table.tokens, (jnp.where(valid, row, table.num_slots), column), admission.tokens)
 
-    def copy_rows(tokens):
-        source = admission.fork_source
-        target = jnp.where(source < table.num_slots, slots, table.num_slots)
+    is_fork = admission.fork_source < table.num_slots
+    entries = jnp.arange(slots.shape[0], dtype=jnp.int32)
+
+    def copy_prompts(tokens: Array) -> Array:
+        # A part at a time: the copy of all rows would be as large as the table.
+        last = jnp.max(jnp.where(is_fork, entries, -1))
+        return in_parts(copy_part, tokens, entries, last + 1, none=slots.shape[0])
+
+    def copy_part(tokens: Array, part: Array) -> Array:
+        source = gather(admission.fork_source, part, table.num_slots)
+        target = jnp.where(source < table.num_slots, gather(slots, part, table.num_slots), table.num_slots)
         return scatter(tokens, target, tokens.at[source].get(mode="clip"))
 
-    tokens = run_if(jnp.any(admission.fork_source < table.num_slots), copy_rows, tokens)
+    tokens = run_if(jnp.any(is_fork), copy_prompts, tokens)
 
     def column_of(name, values):
         return scatter(getattr(table, name), slots, values)
