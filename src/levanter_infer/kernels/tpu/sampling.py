@@ -23,8 +23,9 @@ _MAX_DEPTH, _MIN_DEPTH = 16, 4
 """Candidates of a lane: those of all parts together are to be a few thousand."""
 _ROWS = 8
 """Rows of a block: the sublanes of a register of 32-bit numbers."""
-_ROWS_AT_ONCE = 64
-"""Rows of a block where a row is short, at most: what waits for one register's lanes is done beside others."""
+_ROWS_AT_ONCE, _AT_ONCE_BYTES = 128, 10 * 2**20
+"""Rows of a block where a row is short, at most, and their bytes in VMEM: what waits for one register's lanes is done
+beside others."""
 _CHUNK = 512
 """Logits of a row that a trip of a loop reads."""
 _WIDE_CHUNK = 4096
@@ -104,7 +105,9 @@ def logit_stats(logits: Array, num_rows: Array, *, interpret: Interpret = False)
     column = jax.ShapeDtypeStruct((rows, 1), jnp.float32)
     outs = (column, column, jax.ShapeDtypeStruct((rows, 1), jnp.int32))
     kernel, width = functools.partial(_stats, num=num), pl.cdiv(num, _WIDE_CHUNK) * _WIDE_CHUNK
-    peak, total, best = _by_blocks("logit_stats", kernel, logits, num_rows, (), outs, (), interpret, width=width)
+    block = 2 * _ROWS if rows > _ROWS and 2 * _ROWS * 4 * width <= _MAX_BLOCK_BYTES else _ROWS
+    sizes = {"block": block, "width": width}
+    peak, total, best = _by_blocks("logit_stats", kernel, logits, num_rows, (), outs, (), interpret, **sizes)
     return peak[:, 0], total[:, 0], best[:, 0]
 
 
@@ -130,7 +133,7 @@ def candidates(logits: Array, parts: int, num_rows: Array, *, interpret: Interpr
 def thresholds(values: Array, rules: Array, num_rows: Array, *, interpret: Interpret = False) -> Array:
     """`SamplingKernels.thresholds`: the largest number, bit by bit, that enough values or enough weight reach."""
     outs = (jax.ShapeDtypeStruct((values.shape[0], 1), jnp.float32),)
-    block = _rows_at_once(values)
+    block = _rows_at_once(values.shape[0], 4 * values.shape[1])
     scratch = tuple(pltpu.VMEM((block, values.shape[1]), dtype) for dtype in (jnp.int32, jnp.float32))
     found = _by_blocks("thresholds", _thresholds, values, num_rows, (rules,), outs, scratch, interpret, block=block)
     return found[0][:, 0]
@@ -195,8 +198,9 @@ def weight_sums(
         jax.ShapeDtypeStruct((rows, _FAN * tiles[0] * LANES if keep else LANES), jnp.float32),
     )
     kernel = functools.partial(_sums, num=num, widths=tuple(widths), keep=keep)
-    first = pltpu.VMEM((_ROWS, pl.cdiv(widths[0], _CHUNK) * _CHUNK), jnp.float32)
-    width = _padded(num)
+    chunk = _sums_chunk(num, widths[0])
+    first = pltpu.VMEM((_ROWS, pl.cdiv(widths[0], chunk) * chunk), jnp.float32)
+    width = _padded(num, chunk)
     upper, lower = _by_blocks("weight_sums", kernel, logits, num_rows, (terms,), outs, (first,), interpret, width=width)
     return upper, lower
 
@@ -217,18 +221,28 @@ def descend(
     outs = (jax.ShapeDtypeStruct((rows, 1), jnp.int32), jax.ShapeDtypeStruct((rows, _FAN), jnp.float32))
     kernel = functools.partial(_descend, widths=tuple(widths))
     clocks = jnp.pad(clocks, ((0, 0), (0, -clocks.shape[1] % LANES)))
-    others, block = (lower, clocks), _rows_at_once(upper)
-    node, masses = _by_blocks("descend", kernel, upper, num_rows, others, outs, (), interpret, block=block)
+    block = _rows_at_once(rows, 2 * sum(array.shape[1] for array in (upper, lower, clocks)))
+    node, masses = _by_blocks("descend", kernel, upper, num_rows, (lower, clocks), outs, (), interpret, block=block)
     return node[:, 0], masses
 
 
-def _rows_at_once(values: Array) -> int:
-    return min(_ROWS_AT_ONCE, pl.cdiv(values.shape[0], _ROWS) * _ROWS)
+def _rows_at_once(rows: int, numbers: int) -> int:
+    """Rows of a block, for rows that have as many 32-bit `numbers` in VMEM each."""
+    block = _ROWS_AT_ONCE
+    while block > _ROWS and (block // 2 >= rows or block * numbers * 4 > _AT_ONCE_BYTES):
+        block //= 2
+    return block
 
 
-def _padded(num: int) -> int:
+def _padded(num: int, chunk: int = _CHUNK) -> int:
     """Lanes of a block of `num` logits: chunks may begin in any tile, and read past the end."""
-    return pl.cdiv(num + _CHUNK, _CHUNK) * _CHUNK + _CHUNK
+    return pl.cdiv(num + chunk, _CHUNK) * _CHUNK + _CHUNK
+
+
+def _sums_chunk(num: int, width: int) -> int:
+    """Sums of a row that a trip computes, each of stretches of `width` of `num` logits: so many that it reads some 256
+    registers, and the lanes of one are shifted while others are added up."""
+    return _CHUNK * max(1, 4 * _FAN // pl.cdiv(num, width))
 
 
 def _by_blocks(
@@ -288,7 +302,7 @@ def _lanes(like: Array) -> Array:
 
 
 def _stats(logits, peak_out, total_out, best_out, *, num: int):
-    shape = (_ROWS, _CHUNK)
+    shape = (logits.shape[0], _CHUNK)
 
     def largest(most, chunk, _):
         for place in range(0, _WIDE_CHUNK, _CHUNK):
@@ -413,7 +427,10 @@ def _first_level(logits, terms, first, num: int, width: int) -> None:
     peak, inverse, threshold, floor = (terms[:, i : i + 1] for i in range(4))
 
     def weights(tile, size: int, may_pass_end: bool) -> Array:
-        z = logits[:, pl.ds(pl.multiple_of(tile * LANES, LANES), size)]
+        # What a stretch would read behind the block counts for nothing.
+        last = (logits.shape[1] - size) // LANES
+        place = jnp.minimum(tile, last) if may_pass_end else tile
+        z = logits[:, pl.ds(pl.multiple_of(place * LANES, LANES), size)]
         exponent = (z - peak) * inverse
         kept = (z >= threshold) & (exponent >= floor)
         if may_pass_end:
@@ -423,29 +440,30 @@ def _first_level(logits, terms, first, num: int, width: int) -> None:
     # Base tile and lane in it of the stretches that hold logits, and whether the end is in the stretch.
     starts = [start for start in range(0, num, width)]
     stretches = [(*divmod(start, LANES), start + width > num) for start in starts]
-    per_chunk = _CHUNK // LANES
+    size = _sums_chunk(num, width)
+    per_chunk = size // LANES
 
     def chunk(index, carries):
         pieces, rolled_last = [], []
         for (base, lane, ends), carry in zip(stretches, carries, strict=True):
             if lane == 0:
-                pieces.append(weights(base + index * per_chunk, _CHUNK, ends))
+                pieces.append(weights(base + index * per_chunk, size, ends))
                 rolled_last.append(carry)
                 continue
-            values = weights(base + index * per_chunk + 1, _CHUNK, ends)
+            values = weights(base + index * per_chunk + 1, size, ends)
             rolled = [carry, *(_rolled(values[:, i * LANES : (i + 1) * LANES], lane) for i in range(per_chunk))]
             pieces.append(
                 jnp.concatenate([_joined(*pair, lane) for pair in zip(rolled, rolled[1:], strict=False)], axis=1)
             )
             rolled_last.append(rolled[-1])
         total = _tree_sum(_filled(pieces))
-        start = pl.multiple_of(index * _CHUNK, _CHUNK)
-        first[:, pl.ds(start, _CHUNK)] = jnp.where(_lanes(total) + start < width, total, 0.0)
+        start = pl.multiple_of(index * size, size)
+        first[:, pl.ds(start, size)] = jnp.where(_lanes(total) + start < width, total, 0.0)
         return tuple(rolled_last)
 
     nothing = jnp.zeros((_ROWS, LANES))
     carries = tuple(_rolled(weights(base, LANES, ends), lane) if lane else nothing for base, lane, ends in stretches)
-    jax.lax.fori_loop(0, pl.cdiv(width, _CHUNK), chunk, carries)
+    jax.lax.fori_loop(0, pl.cdiv(width, size), chunk, carries)
 
 
 def _stretches(tiles: list[Array], size: int, width: int) -> list[list[Array | None]]:
@@ -504,26 +522,33 @@ def _descend(upper, lower, clocks, node_out, masses_out, *, widths: tuple[int, .
     def tile_of(ref, number: int) -> Array:
         return ref[:, number * LANES : (number + 1) * LANES]
 
-    def masses_at(entries: Callable[[int], tuple[Sequence[Array], Array]]) -> Array:
-        """Lane i has entry number `index` of `tiles`, for (tiles, index) = entries(i); 0 where there is none."""
-        masses = jnp.zeros((rows, LANES))
-        for child in range(_FAN):
-            tiles, index = entries(child)
-            hits = [jnp.where(lane + part * LANES == index, tile, 0.0) for part, tile in enumerate(tiles)]
-            own = jnp.sum(functools.reduce(jnp.add, hits), axis=1, keepdims=True)
-            masses = jnp.where(lane == child, own, masses)
-        return masses
+    def entries(tiles: Sequence[Array], index: Array) -> Array:
+        """The entry of each lane's number `index` i32[row, LANES]; 0 where there is none."""
+        found = jnp.zeros((rows, LANES))
+        for part, tile in enumerate(tiles):
+            found = jnp.where(index // LANES == part, _at_lanes(tile, index % LANES), found)
+        return found
 
     for depth, level in enumerate(reversed(range(len(counts)))):
         tiles = [tile_of(upper, firsts[level] + part) for part in range(counts[level])]
-        masses = masses_at(lambda child, tiles=tiles, step=steps[level], node=node: (tiles, node + step * child))
+        masses = entries(tiles, node + steps[level] * lane)
         clock = tile_of(clocks, depth * _FAN // LANES)
         if shift := depth * _FAN % LANES:
             clock = _rolled(clock, shift)
         arrival = jnp.where((masses > 0) & (lane < _FAN), clock / masses, jnp.inf)
         first = jnp.min(arrival, axis=1, keepdims=True)
         node = node + steps[level] * jnp.min(jnp.where(arrival == first, lane, LANES), axis=1, keepdims=True)
-    per = counts[0]
-    masses = masses_at(lambda child: ([tile_of(lower, child * per + part) for part in range(per)], node))
+    per, part_of, lane_of = counts[0], node // LANES, jnp.broadcast_to(node % LANES, lane.shape)
+    masses = jnp.zeros((rows, LANES))
+    for child in range(_FAN):
+        tile = tile_of(lower, child * per)
+        for part in range(1, per):
+            tile = jnp.where(part_of == part, tile_of(lower, child * per + part), tile)
+        masses = jnp.where(lane == child, _at_lanes(tile, lane_of), masses)
     node_out[...] = node
     masses_out[...] = masses[:, :_FAN]
+
+
+def _at_lanes(tile: Array, lane: Array) -> Array:
+    """For each lane of f32[row, LANES] the entry at `lane` i32[row, LANES] of its row."""
+    return jnp.take_along_axis(tile, lane, axis=1, mode="promise_in_bounds")
