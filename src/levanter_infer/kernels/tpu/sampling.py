@@ -242,7 +242,7 @@ def _padded(num: int, chunk: int = _CHUNK) -> int:
 def _sums_chunk(num: int, width: int) -> int:
     """Sums of a row that a trip computes, each of stretches of `width` of `num` logits: so many that it reads some 256
     registers, and the lanes of one are shifted while others are added up."""
-    return _CHUNK * max(1, 4 * _FAN // pl.cdiv(num, width))
+    return _CHUNK * min(max(1, 4 * _FAN // pl.cdiv(num, width)), pl.cdiv(width, _CHUNK))
 
 
 def _by_blocks(
