@@ -28,7 +28,7 @@ from levanter_infer.policies import Numerics  # noqa: E402
 
 ENGINE = ("target", "model", "seqs", "numerics")
 KEYS = (*ENGINE, "page", "tokens", "step", "sampled")
-FIELDS: tuple[str, ...] = (*KEYS, "total", *PARTS, "libtpu")
+FIELDS: tuple[str, ...] = (*KEYS, "total", *PARTS, "copied_bytes", "libtpu")
 
 
 def main() -> int:
@@ -64,7 +64,8 @@ def budgets(target: str, seqs: int, model: str, shape: dict, numerics: str) -> l
         step = "decode and prompts" if each.has_chunks else "decode"
         values = (target, model, seqs, numerics, page, each.bucket, step, each.sampled)
         known = dict(zip(KEYS, values, strict=True))
-        rows.append(known | {"total": each.total, **each.cycles, "libtpu": importlib.metadata.version("libtpu")})
+        counts = {"total": each.total, **each.cycles, "copied_bytes": each.copied_bytes}
+        rows.append(known | counts | {"libtpu": importlib.metadata.version("libtpu")})
         print(f"{target}, {seqs} sequences:", *budget_lines(each), sep="\n  ", flush=True)
     return rows
 

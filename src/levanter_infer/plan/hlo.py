@@ -22,6 +22,8 @@ _APPLIED = re.compile(r"(calls|to_apply)=%?([\w.\-]+)")
 _CALLED = re.compile(r"calls=%?([\w.\-]+)")
 _ARRAY = re.compile(r"([a-z]+[0-9]*[a-z0-9]*)\[([0-9,]+)\]")
 _BITS = re.compile(r"\d+")
+_STORED = re.compile(r"[a-z]+[0-9]*[a-z0-9]*\[[0-9,]+\]\{([0-9,]*)(?::T\((\d+),(\d+)\))?[^}]*\}")
+"""An array with its layout: the axes from the last one stored, and the tile of the last two."""
 _VMEM = "S(1)"
 """Memory space of VMEM in the layout of an array."""
 _OP_NAME = re.compile(r'op_name="([^"]*)"')
@@ -84,6 +86,24 @@ def largest_array(kind: str) -> int:
         bits = _BITS.search(dtype)
         sizes.append(math.prod(map(int, dims.split(","))) * (int(bits[0]) if bits else 8) // 8)
     return max(sizes)
+
+
+def hbm_copy_bytes(line: str) -> int:
+    """Bytes, with the padding of their layout, that a copy or a slice moves between HBM and VMEM, or within HBM; 0 for
+    other instructions."""
+    match = _INSTRUCTION.match(line)
+    if match is None or match[2] not in ("copy", "copy-start", "slice-start"):
+        return 0
+    arrays = list(_STORED.finditer(match[1]))
+    if len(arrays) < (1 if match[2] == "copy" else 2) or all(_VMEM in array[0] for array in arrays[:2]):
+        return 0
+    copied = arrays[1] if match[2] == "slice-start" else arrays[0]
+    ((_, dims),) = _ARRAY.findall(copied[0])
+    sizes = [int(size) for size in dims.split(",")]
+    if copied[2] is not None and len(sizes) > 1:
+        for axis, tile in zip(map(int, copied[1].split(",")), (int(copied[3]), int(copied[2])), strict=False):
+            sizes[axis] = -(-sizes[axis] // tile) * tile
+    return largest_array(copied[0].replace(f"[{dims}]", f"[{','.join(map(str, sizes))}]"))
 
 
 def computations(hlo: str) -> dict[str, list[str]]:

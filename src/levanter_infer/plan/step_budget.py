@@ -4,7 +4,7 @@ An instruction takes the cycles of its schedule (`bundles.Schedules`), in which 
 once. Without a schedule it takes those that the compiler expected of it while it compiled (`estimated_cycles` in the
 text of the program); these are up to ten times as many as the schedule has for other instructions. Collectives, and
 Pallas kernels whose work depends on data, as that of attention, have neither, and are counted without cycles. Waits for
-HBM are not known.
+HBM are not known; what copies outside of layers move there is counted in bytes.
 """
 
 import collections
@@ -14,7 +14,15 @@ import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 from levanter_infer.kernels import scopes
-from levanter_infer.plan.hlo import COLLECTIVES, codes, computations, loops_of, operation_of, scopes_of
+from levanter_infer.plan.hlo import (
+    COLLECTIVES,
+    codes,
+    computations,
+    hbm_copy_bytes,
+    loops_of,
+    operation_of,
+    scopes_of,
+)
 
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 _NAME = re.compile(r"^\s*(?:ROOT )?%?([\w.\-]+) = ")
@@ -67,6 +75,8 @@ class StepBudget:
     """Calls of Pallas kernels whose cycles depend on data, by scope."""
     collectives: Mapping[str, int]
     """Collectives, by operation."""
+    copied_bytes: int
+    """Bytes that copies outside of layers move between HBM and VMEM, or within HBM: time that no schedule shows."""
 
     @property
     def total(self) -> int:
@@ -106,9 +116,9 @@ def _budget(
     counter = _Counter(program, size, bucket // size, has_chunks, max_seqs, SAMPLED[sampled])
     counter.add(program.step_body(scopes.forward(size)), 1, [])
     cycles = {part: counter.cycles[part] for part in PARTS}
-    others = counter.expected, counter.when_needed, counter.once, counter.kernels, counter.collectives
-    counts = (dict(each) for each in others)
-    return StepBudget(bucket, has_chunks, sampled, cycles, *counts)
+    names = ("expected", "when_needed", "once", "kernels", "collectives")
+    counts = {name: dict(getattr(counter, name)) for name in names}
+    return StepBudget(bucket, has_chunks, sampled, cycles, copied_bytes=counter.copied_bytes, **counts)
 
 
 class _Program:
@@ -186,6 +196,7 @@ class _Counter:
         self.once: collections.Counter[str] = collections.Counter()
         self.kernels: collections.Counter[str] = collections.Counter()
         self.collectives: collections.Counter[str] = collections.Counter()
+        self.copied_bytes = 0
 
     def add(self, computation: str, times: int, around: list[str]) -> None:
         """
@@ -199,6 +210,8 @@ class _Counter:
                 continue
             if not _known(path):
                 path = around
+            if not any(scopes.bucket_of(each) is not None for each in path):
+                self.copied_bytes += times * hbm_copy_bytes(line)
             if operation == "while":
                 self._add_loop(line, times, path)
             elif operation == "conditional":
