@@ -75,7 +75,7 @@ class ShortRows:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Of the array."""
+        """Shape of the array."""
         return -(-self.num_rows // self.side_by_side), self.side_by_side * self.width
 
     def gather(self, array: Array, index: Array) -> Array:

@@ -17,7 +17,7 @@ class WindowBatch(eqx.Module):
     """Pages of a step in the pools of layers with a sliding window: ids of its window pages."""
 
     page_indices: ht.i32[NamedArray, "row seq_page"]
-    """As of `PageBatchInfo`; none before the first page that the row's first query sees."""
+    """As in `PageBatchInfo`; none before the first page that the row's first query sees."""
     new_token_dests: ht.i32[NamedArray, " token"]
 
 

@@ -204,8 +204,8 @@ class BeamTable(NoBeams):
         return pending - jnp.where(self.searches & shares, pending, last.astype(jnp.int32))
 
     def num_survivors(self, table: SequenceTable, order: Array, survivors: Array) -> Array:
-        """To the start of the group that it would divide; to its end if that group is the first, so that one group
-        always runs."""
+        """`survivors` moved to the start of the group that it would divide; to its end if that group is the first, so
+        that one group always runs."""
         status = table.status
         live = (status > FREE) & (status < FINISHED) & self.searches
         out = gather(order, survivors, table.num_slots)

@@ -36,9 +36,9 @@ class ConstraintLoad(eqx.Module):
 
     automaton: Int32[Array, ""]
     first_entry: Int32[Array, ""]
-    """Where its transitions begin."""
+    """Index of its first transition."""
     first_mask: Int32[Array, ""]
-    """Where its masks begin."""
+    """Index of its first mask."""
     width: Int32[Array, ""]
     """Entries of a state."""
     class_of: UInt16[Array, " vocab"]
@@ -118,7 +118,7 @@ class ConstraintTable(eqx.Module):
     """Entries of a state: one more than there are classes."""
     class_of: UInt16[Array, "automaton vocab"]
     entries: Int16[Array, " entry"]
-    """Of each state its mask, counted from `first_mask`, and the next state for each class; -1: may not follow."""
+    """For each state: its mask, counted from `first_mask`, and the next state for each class; -1: may not follow."""
     masks: UInt32[Array, "mask word"]
     """As `structured.automaton.packed`. The first ones belong to the slots, for constraints of the host's."""
     forced: Int32[Array, " mask"]
@@ -177,7 +177,7 @@ class ConstraintTable(eqx.Module):
         return replace(self, states=scatter(self.states, slots, jnp.maximum(states, 0).astype(jnp.int32)))
 
     def _entry(self, slots: Array, automaton: Array) -> Array:
-        """Where the entries of the present state begin, i32[row]."""
+        """Index of the first entry of each row's present state, i32[row]."""
         begin, width = gather(self.first_entry, automaton, 0), gather(self.width, automaton, 0)
         return begin + gather(self.states, slots, 0) * width
 

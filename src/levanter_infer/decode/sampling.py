@@ -108,7 +108,7 @@ class SampleOutput(eqx.Module):
     candidates: BeamCandidates | None = None
     """None: no request searches."""
     memory: Any = None
-    """What a `logits_mod` remembers of each row; None: there is none."""
+    """State of a `logits_mod` for each row; None: there is none."""
 
 
 class History(NamedTuple):
@@ -221,7 +221,7 @@ def sample(
 
 
 class _Changes(NamedTuple):
-    """What becomes of the logits before the draw: the rows, bool[row], that each change concerns."""
+    """Changes of the logits before the draw, each with a mask bool[row] of the rows that it concerns."""
 
     used: Array
     """Rows that sample and are not forced."""

@@ -267,7 +267,7 @@ def batch_info(state: DecodeState, plan: StepPlan, shapes: Shapes) -> PageBatchI
 
 
 def put_numbers(table: Array, row: Array, column: Array, values: Array) -> Array:
-    """As of `Backend`, for callers without one."""
+    """`Backend.put_numbers` for callers without a backend."""
     return scatter(table, (row, column), values)
 
 
@@ -338,7 +338,7 @@ def rows_that_sample(state: DecodeState, plan: StepPlan) -> Array:
 def remembered(
     logits_mod: LogitsMod | None, state: DecodeState, plan: StepPlan, sampled: SampleOutput
 ) -> LogitsMod | None:
-    """What a `logits_mod` remembers after a step. Args: state: before the sampled tokens are stored."""
+    """State of a `logits_mod` after a step. Args: state: before the sampled tokens are stored."""
     if logits_mod is None:
         return None
     writer = jnp.where(rows_that_sample(state, plan), plan.slot_ids, state.sequences.num_slots)

@@ -46,7 +46,7 @@ class QueueFull(RuntimeError):
 
 @dataclasses.dataclass(frozen=True)
 class Update:
-    """What one sample of a request has got since its last update. Deltas that have not been read yet are merged."""
+    """Output of one sample of a request since its last update. Deltas that have not been read yet are merged."""
 
     request_id: str
     index: int
@@ -179,7 +179,7 @@ class AsyncEngine:
         self._idle, self._closing, self._stopping, self._ended = True, False, False, False
         self._wait_time = WaitTime()
         self.error: BaseException | None = None
-        """What ended the owner thread, if it died."""
+        """The error that ended the owner thread, if it died."""
         self._thread = threading.Thread(target=self._own, name="levanter-infer-engine", daemon=True)
         self._thread.start()
         threading.Thread(target=self._prepare, name="levanter-infer-intake", daemon=True).start()

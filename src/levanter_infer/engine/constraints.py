@@ -36,7 +36,7 @@ def constraint_shapes(config: "EngineConfig", vocab_size: int) -> ConstraintShap
 
 
 def wanted(params: SamplingParams) -> Wanted:
-    """What a request asks for, as the compiler takes it."""
+    """The constraint of a request, as the compiler takes it."""
     return Wanted(**{name: getattr(params, name) for name in Wanted._fields})
 
 
@@ -129,13 +129,16 @@ class AutomatonTable:
         return self._residents[automaton].place
 
     def pop_loads(self) -> list[Resident]:
-        """What was entered since the last call, for the device's table."""
+        """Automata entered since the last call, which the device's table does not have yet."""
         loads, self._loads = self._loads, []
         return loads
 
 
 def _first_gap(spans: list[tuple[int, int]], size: int, begin: int, end: int) -> int | None:
-    """Where `size` entries from `begin` to `end` are free, if anywhere. Args: spans: (first, number) of used ones."""
+    """The first of `size` free entries between `begin` and `end`; None if there are none.
+
+    Args: spans: (first, number) of used ones.
+    """
     for first, number in sorted(spans):
         if first - begin >= size:
             return begin

@@ -52,7 +52,7 @@ class SampleState:
     error: str | None = None
     """Why it ended in "error"; None for other reasons."""
     guide: Guide | None = None
-    """What says which tokens may follow, where the host does."""
+    """Constraint that the host computes masks of."""
     stop_reason: str | int | tuple[int, ...] | None = None
     decoder: IncrementalDecoder | None = None
     matcher: StopMatcher | None = None
@@ -198,7 +198,7 @@ class RequestState:
     priority: int = 0
     """Smallest first."""
     automaton: TokenAutomaton | None = None
-    """What says which tokens may follow, where the device does."""
+    """Constraint that the device follows by itself."""
     timeout_s: float | None = None
     """Seconds from submission to its deadline."""
     sequences: list[SampleState] = dataclasses.field(default_factory=list)

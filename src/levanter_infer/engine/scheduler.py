@@ -419,12 +419,12 @@ class RankSlots:
         sample.slot = None
 
     def pop_recorded(self) -> list[tuple[SampleState, int]]:
-        """As of `Scheduler.pop_recorded`."""
+        """This rank's share of `Scheduler.pop_recorded`."""
         recorded, self._recorded = self._recorded, []
         return recorded
 
     def pop_scored(self) -> list[tuple[RequestState, int]]:
-        """As of `Scheduler.pop_scored`."""
+        """This rank's share of `Scheduler.pop_scored`."""
         scored, self._scored = self._scored, []
         return scored
 
@@ -481,7 +481,7 @@ class RankSlots:
     # Outputs
 
     def collect(self, outputs: RankOutputs, round_id: int, version: int) -> list[SampleState]:
-        """As of `Scheduler.collect`."""
+        """This rank's share of `Scheduler.collect`."""
         self._note_cached(outputs, round_id)
         wants_top = any(sample.request.params.logprobs for sample in self.active.values())
         order, spans = _entries_by_slot(outputs.slot_ids)
@@ -520,7 +520,7 @@ class RankSlots:
                 request.num_cached_tokens = int(outputs.num_cached[slot])
 
     def finished_searches(self, outputs: RankOutputs, round_id: int, version: int) -> list[RequestState]:
-        """As of `Scheduler.finished_searches`."""
+        """This rank's share of `Scheduler.finished_searches`."""
         ended = []
         for slot, sample in self.active.items():
             request = sample.request

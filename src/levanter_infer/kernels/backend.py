@@ -178,7 +178,7 @@ class RowKernels(Protocol):
     skipped within it, so that it needs no condition."""
 
     def as_read(self, logits: Array) -> Array:
-        """As of `SamplingKernels`."""
+        """The same as `SamplingKernels.as_read`."""
         ...
 
     def thresholds(self, logits: Array, rules: DrawRules) -> Array:
@@ -390,8 +390,8 @@ class Backend(ABC):
         return 1.0, rules
 
     def write_plan(self, pool: Array, dests: Array) -> Any:
-        """What `write_kv` derives from the destinations of a step's tokens, for `KvWrite.plan`. It is the same in every
-        layer, and computed once. None: nothing.
+        """Data that `write_kv` derives from the destinations of a step's tokens, for `KvWrite.plan`. It is
+        the same in every layer, and computed once. None: nothing.
 
         Args: dests: as of `KvWrite`.
         """

@@ -203,7 +203,7 @@ class GroupedCall:
     layer: Array | None = None
     """i32[], which entry of each stack of weights; None: the weights are no stacks."""
     norm: tuple[Array, float] | None = None
-    """As of `LinearCall`, and as the next only for backends that fuse it."""
+    """As in `LinearCall`. This and `gate` are for backends that fuse them."""
     gate: Array | None = None
     """[n, in]; `silu(gate) · x` replaces x. Not together with `norm`."""
 

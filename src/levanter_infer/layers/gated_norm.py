@@ -48,7 +48,7 @@ class GatedNorm(RMSNorm):
         return rows(gated, normed, gate)
 
     def by_rows(self, x: NamedArray, rows: ByRows) -> NamedArray:
-        """As of `RMSNorm`; the matmuls are of all rows."""
+        """`RMSNorm.by_rows`; the matmuls compute all rows together."""
         return self(x)
 
 

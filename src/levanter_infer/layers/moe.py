@@ -53,7 +53,7 @@ class ExpertsBlock:
     shared_gate: bool = False
     """Whether the result of the shared expert is multiplied by sigmoid(shared_gate(x)), one number per token."""
     gated: bool = True
-    """As of `DenseBlock`: whether the experts, the shared one too, have a gate."""
+    """Whether the experts, the shared one too, have a gate, as in `DenseBlock`."""
 
     @property
     def stored(self) -> "ExpertsBlock":

@@ -124,7 +124,7 @@ class Vocabulary:
         return self.part_size * self.shard_axis.parts
 
     def local(self, ids: Array) -> Array:
-        """Where tokens are in this part; `part_size`, which is out of range, for those of others."""
+        """Indices of tokens in this part; `part_size`, which is out of range, for tokens of other parts."""
         if self.shard_axis.parts == 1:
             return ids
         place = ids - self.shard_axis.index * self.part_size

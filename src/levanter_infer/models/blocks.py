@@ -59,7 +59,7 @@ Mixer = AttentionBlock | LatentAttentionBlock | RecurrentBlock | ParallelMixer
 
 
 class Placement(enum.Enum):
-    """Where the norms of a layer stand around its mixer and its feed-forward block, both written f."""
+    """Positions of a layer's norms around its mixer and its feed-forward block, both written f."""
 
     BEFORE = "x + f(norm(x))"
     """Llama."""

@@ -93,7 +93,7 @@ class DecoderConfig:
 
     @functools.cached_property
     def stacks(self) -> tuple[Stack, ...]:
-        """Where the parameters of the layers are stored."""
+        """Stacks in which the parameters of the layers are stored."""
         return find_stacks(self.blocks)
 
     def stored_at(self, layer: int) -> tuple[int, int]:
@@ -106,8 +106,8 @@ class DecoderConfig:
 
     @functools.cached_property
     def part_numbers(self) -> tuple[tuple[int, int], ...]:
-        """For every layer the numbers of its mixer and of its feed-forward block, counted together through all layers:
-        Nemotron-H calls each of them a layer."""
+        """The numbers of each layer's mixer and feed-forward block, counted together through all layers: Nemotron-H
+        calls each of them a layer."""
         ends = itertools.accumulate(len(block.parts) for block in self.blocks)
         return tuple((end - len(block.parts), end - 1) for end, block in zip(ends, self.blocks, strict=True))
 
@@ -265,5 +265,5 @@ class DecoderConfig:
 
 
 def _places(parts: Sequence[tuple[int, ...]]) -> dict[int, tuple[int, int]]:
-    """For the layers of `parts`, which have some layers each: the part, and the index in it."""
+    """The part that each layer is in, and its index in that part. Args: parts: the layers of each."""
     return {layer: (number, index) for number, layers in enumerate(parts) for index, layer in enumerate(layers)}

@@ -423,7 +423,7 @@ class DecoderModel(eqx.Module):
         return found
 
     def _periods(self, group: Group[Block], places: Sequence[tuple[int, int]]) -> dict[int, DecoderLayer]:
-        """By stack, the layers that a group runs, with an axis of repeats and, where a period has several layers of the
+        """The layers that a group runs, by stack, with an axis of repeats and, where a period has several layers of the
         stack, one of those. Args: places: the stack and the index of each layer of the first period."""
         strides = collections.Counter(stack for stack, _ in places)
 

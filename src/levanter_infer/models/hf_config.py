@@ -71,11 +71,11 @@ _ROPE_KEYS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "llama3": (("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"), ()),
     "proportional": ((), ("factor",)),
 }
-"""Per rope kind, the keys that it must and may have."""
+"""Keys that each kind of rope must have, and may have."""
 
 
 _ROPE_NEUTRAL: dict[str, dict[str, tuple]] = {"yarn": {"attn_factor": (1, None), "extrapolation_factor": (1, None)}}
-"""Per rope kind, keys that HF ignores and vLLM applies, and the values at which they agree."""
+"""Keys of each kind of rope that HF ignores and vLLM applies, and the values at which they agree."""
 
 
 class HfConfig:
@@ -96,7 +96,7 @@ class HfConfig:
                 self.raw[key] = self.raw.pop(own)
 
     def _name(self, key: str) -> str:
-        """For messages."""
+        """The name of a key in error messages."""
         return self._names.get(key, key)
 
     def _get(self, key: str, default: Any) -> Any:
@@ -468,7 +468,7 @@ def _number(where: str, key: str, value) -> float:
 
 
 def _short(value) -> str:
-    """For messages. Python refuses to print a whole number of thousands of digits."""
+    """A value as error messages show it. Python refuses to print an integer of thousands of digits."""
     return "a number of hundreds of digits" if type(value) is int and abs(value) > 10**100 else repr(value)[:100]
 
 

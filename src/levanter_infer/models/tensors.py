@@ -71,7 +71,7 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Slice:
-    """Where a parameter stands in the tensor of one layer or expert, seen as [out, ...]."""
+    """The part of the tensor of one layer or expert, seen as [out, ...], that a parameter is."""
 
     rows: tuple[int, ...]
     """Rows of all parameters of the tensor."""
@@ -145,11 +145,11 @@ class Parameter:
     sources: tuple[Source, ...]
     """One per entry of the leading axes."""
     slice: Slice
-    """Where it stands in each of them."""
+    """The part of each source that it is."""
     num_experts: int | None = None
     """First size of the tensors, where they hold all experts of a layer."""
     unit_axes: tuple[int, int] = (0, 0)
-    """As of `Tensor`."""
+    """`Tensor.unit_axes`."""
     scalar: bool = False
     """Whether the tensors are numbers without axes, seen as [1]."""
 

@@ -25,7 +25,7 @@ _SCALAR = re.compile(
 )
 _BRANCH = re.compile(r"sbr\.\w+ (?:\((?P<negated>!?)%\w+_(?P<predicate>p\d+)\) )?target = \$region(?P<region>\d+)")
 _XLA = re.compile(r"exit bundle: %\S+ = fusion\(")
-"""Of the last bundle of an instruction that is no Pallas kernel."""
+"""The last bundle of an instruction that is no Pallas kernel."""
 _REGISTER = re.compile(r"%\w+_([sp]\d+)$")
 _POINTER = re.compile(r"\[#allocation\d+\]")
 _ALLOCATION = re.compile(r"#allocation\d+(?:_spill)?\b")

@@ -62,7 +62,7 @@ class StepBudget:
     sampled: str
     """A key of `SAMPLED`."""
     cycles: Mapping[str, int]
-    """By the names of `PARTS`."""
+    """Cycles of each of `PARTS`."""
     expected: Mapping[str, int]
     """Cycles among these that the compiler expected, by part, of instructions whose schedule does not tell them."""
     when_needed: Mapping[str, int]

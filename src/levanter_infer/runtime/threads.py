@@ -11,7 +11,7 @@ from typing import Any
 
 
 class Answer:
-    """What a coroutine awaits, and another thread gives."""
+    """A result that a coroutine awaits, and another thread gives."""
 
     def __init__(self):
         self._loop = asyncio.get_running_loop()

@@ -1,4 +1,4 @@
-"""What a client gets: the bodies of answers, and the events of streams."""
+"""Bodies of answers, and events of streams."""
 
 import collections
 import dataclasses

@@ -1,4 +1,4 @@
-"""What a client asks for: the body of a request, checked, as requests of the engine."""
+"""Bodies of requests, checked and translated into requests of the engine."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -34,7 +34,7 @@ class Call:
     return_token_ids: bool
     echo: bool
     tools: Tools | None = None
-    """What its answer may call; None: its text is not parsed."""
+    """Tools that its answer may call; None: its text is not parsed."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,7 +96,7 @@ def _flag(body: Mapping[str, Any], key: str) -> bool:
 
 
 def _usage(body: Mapping[str, Any], streams: bool) -> dict[str, bool]:
-    """What `stream_options` say, as fields of a `Call`."""
+    """`stream_options` as fields of a `Call`."""
     options = body.get("stream_options")
     if options is not None and not streams:
         raise ValueError("body.stream_options without body.stream; set stream to true, or leave it out")

@@ -45,9 +45,9 @@ class ServeConfig:
     tool_call_parser: str = "none"
     """How the model writes tool calls: hermes, llama3_json, mistral, or none, where calls stay text."""
     compile_ahead: list[str] = dataclasses.field(default_factory=list)
-    """What to compile before the first request: constraints (structured output), scoring (`prompt_logprobs`, or `echo`
-    with `logprobs`) and routing (`return_routed_experts`). Else the first request that asks for it has the programs
-    compiled again, and all others wait meanwhile."""
+    """Features whose programs are compiled before the first request: constraints (structured output), scoring
+    (`prompt_logprobs`, or `echo` with `logprobs`) and routing (`return_routed_experts`). Otherwise the first request
+    that asks for one has the programs compiled again, and all others wait meanwhile."""
     grace_s: float = 30.0
     """Seconds that requests in progress have to end after SIGTERM; then they are aborted."""
 

@@ -108,7 +108,7 @@ _SCHEMAS: dict[str, Any] = {
     **dict.fromkeys(("stream", "return_token_ids", "echo", "add_generation_prompt", "ignore_eos"), _FLAG),
     **dict.fromkeys(("continue_final_message", "skip_special_tokens"), _FLAG),
 }
-"""Of the values that a parameter may have. An engine allows less than what has no bound here: it has so many tokens."""
+"""JSON schemas of parameters. An engine is narrower where a schema has no bound, such as for ids of its tokens."""
 
 _USAGE = _object(dict.fromkeys(("prompt_tokens", "completion_tokens", "total_tokens"), _COUNT))
 _TOP = {"type": "object", "additionalProperties": {"type": "number"}}

@@ -115,7 +115,7 @@ class CallParser:
         """Text that has not been decided on."""
         self._step = self._text
         self._marker = "" if form.begins_text else None
-        """What begins a call at this very place, besides `begin`; None: nothing."""
+        """Text that begins a call at this very place, besides `begin`; None: none."""
         self._is_behind_call = False
         self._head_at, self._value_at, self._extent, self._name = 0, 0, _Extent(0), ""
         self._calls: list[ToolCall] = []
@@ -132,7 +132,7 @@ class CallParser:
         return found
 
     def finish(self) -> list[str | ToolCall]:
-        """What is left when no more text follows."""
+        """The rest of the text, when no more follows."""
         if self._step == self._tail:  # the JSON is whole, and only the marker behind it is missing
             self._accept("")
         if not (self._is_behind_call and self._step == self._text and not self._held.strip()):
@@ -244,7 +244,7 @@ class CallParser:
 
 
 class _Extent:
-    """Where a JSON object or array that begins at `at` ends in a text that grows."""
+    """Finds the end of a JSON object or array that begins at `at`, in a text that grows."""
 
     def __init__(self, at: int):
         self._at, self._depth, self._in_string = at, 0, False

@@ -24,7 +24,7 @@ _NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}}
 
 @dataclasses.dataclass(frozen=True)
 class Tools:
-    """What the answer to a chat may call."""
+    """Tools that the answer to a chat may call."""
 
     form: Format
     names: frozenset[str]

@@ -221,9 +221,9 @@ class _Spellings:
         order = np.lexsort(spelled.T[::-1])
         ordered = spelled[order]
         self._levels: list[tuple[np.ndarray, np.ndarray]] = []
-        """Of the nodes of each depth: their parents among those of the depth before, and the classes of their bytes."""
+        """For nodes of each depth: their parents among those of the depth before, and the classes of their bytes."""
         self._ends: list[tuple[np.ndarray, np.ndarray]] = []
-        """Of each depth: spellings that end there, and their nodes."""
+        """For each depth: spellings that end there, and their nodes."""
         node = np.zeros(len(ordered), np.int64)
         alive = np.arange(len(ordered))
         for place in range(ordered.shape[1]):
@@ -373,9 +373,9 @@ def _entered(children: list[dict[int, int]], word: Sequence[int]) -> int:
 
 
 def intersection(first: TokenAutomaton, second: TokenAutomaton) -> TokenAutomaton:
-    """What both allow.
+    """An automaton of the texts that both allow.
 
-    Raises: ConstraintError if that is nothing; TooManyStates.
+    Raises: ConstraintError if there are none; TooManyStates.
     """
     pairs = first.class_of.astype(np.int64) * second.num_classes + second.class_of
     classes, class_of = np.unique(pairs, return_inverse=True)

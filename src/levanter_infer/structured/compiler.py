@@ -57,7 +57,7 @@ class ConstraintCompiler:
         self._end_ids = tuple(token for token in end_ids if token < vocab_size)
         self._lock, self._spelled = threading.Lock(), None
         self._known: collections.OrderedDict[Hashable, Any] = collections.OrderedDict()
-        """What was made, or the `ConstraintError` that says why it was not, by what was wanted; the last ones last."""
+        """Compiled constraints, or the `ConstraintError` of those that failed, by constraint; the last used last."""
         self._running: dict[Hashable, threading.Lock] = {}
 
     def compile(self, wanted: Wanted) -> Constraint:

@@ -21,13 +21,13 @@ _MAX_COLONS = 8192
 they bound the chains of rules and references that llguidance follows by recursion; the depth of parentheses, of JSON
 and of regexes it bounds itself."""
 _STACK_BYTES = 2**28
-"""Of the thread that compiles. With llguidance 1.9.1 on x86-64 the shortest chains that overflow it have between 84,000
-and 88,000 rules (one after the other, or alternatives; GBNF is translated to such), and between 110,000 and 118,000
-terminals. Those of references, of arrays, and of `anyOf` never do: llguidance calls them too large from between 46,000
-and 50,000, 10,000 and 16,384, and 5,000 and 10,000 definitions on. 8 MiB, a usual stack, hold fewer than 3,000 rules.
-Masks of chains of 16,384 rules are computed on a stack of 256 KiB."""
+"""Stack of the thread that compiles. With llguidance 1.9.1 on x86-64 the shortest chains that overflow it have between
+84,000 and 88,000 rules (one after the other, or alternatives; GBNF is translated to such), and between 110,000 and
+118,000 terminals. Those of references, of arrays, and of `anyOf` never do: llguidance calls them too large from between
+46,000 and 50,000, 10,000 and 16,384, and 5,000 and 10,000 definitions on. 8 MiB, a usual stack, hold fewer than 3,000
+rules. Masks of chains of 16,384 rules are computed on a stack of 256 KiB."""
 _MAX_GBNF_RULES = 1024
-"""Of a grammar in GBNF: its translation takes a second for a chain of so many, four times as long for twice as many."""
+"""Rules of a grammar in GBNF, whose translation takes a second for a chain of so many, and four for twice as many."""
 _starting = threading.Lock()
 Result = TypeVar("Result")
 

@@ -31,7 +31,7 @@ _LAST_CASED = 0x1FFFF
 """No character behind it has a case."""
 _SURROGATES = (0xD800, 0xDFFF)
 _LENGTHS = ((0, 0, 0x7F, 0), (6, 0x80, 0x7FF, 0xC0), (12, 0x800, 0xFFFF, 0xE0), (18, 2**16, _LAST, 0xF0))
-"""Of the characters of 1 to 4 bytes: bits behind the first byte, least and last character, first byte of zeros."""
+"""For characters of 1 to 4 bytes: bits behind the first byte, least and last character, first byte of zeros."""
 Ranges = tuple[tuple[int, int], ...]
 
 
@@ -78,9 +78,9 @@ class _Nodes:
 
     def __init__(self):
         self.steps: list[list[tuple[int, int, int]]] = [[]]
-        """Of each node (first byte, last byte, next node)."""
+        """For each node: (first byte, last byte, next node)."""
         self.empty: list[list[int]] = [[]]
-        """Of each node those that it reaches without a byte."""
+        """For each node: nodes that it reaches without a byte."""
         self.accept = 0
         self._work = _work(_MAX_STEPS)
         self._known: dict[tuple, Ranges] = {}

@@ -67,7 +67,7 @@ programs, each of which has to keep more loads in flight."""
 _MANY_ROWS = (Tile(128, 256, 64, warps=8, stages=4), Tile(128, 128, 64, warps=8, stages=4))
 """Tiles of matmuls of more rows, which arithmetic bounds: the first that makes enough programs."""
 _OTHERWISE = Tile(64, 128, 64, warps=4, stages=4)
-"""Where none of them does."""
+"""The tile of matmuls for which none of `_MANY_ROWS` makes enough programs."""
 _ENOUGH_PROGRAMS = 96
 
 

@@ -76,7 +76,7 @@ class TpuBackend(XlaBackend):
         return dataclasses.replace(self, **{names[name]: value for name, value in options.items() if name in names})
 
     def grouped_linear(self, call: GroupedCall) -> list[Array]:
-        """By the kernel where it takes the shapes, and in blocks by XLA's matmul otherwise."""
+        """Uses the kernel where it takes the shapes, and XLA's matmul in blocks otherwise."""
         if not grouped.supports(call):
             return super().grouped_linear(call)
         return grouped.grouped_matmul(call, interpret=_interpreter(self.interpret))

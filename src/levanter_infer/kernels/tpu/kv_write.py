@@ -250,8 +250,8 @@ def _word_rows(layer, row, sizes: _Sizes):
 
 
 def _code(dtype: jnp.dtype, sizes: _Sizes) -> Callable[[Array], Array] | None:
-    """Of tokens as the kernel takes them, the bits in which the pool stores a number, i32; None: it is not known, or
-    word rows are no words."""
+    """A function from numbers of new tokens, as the kernel takes them, to the bits in the pool, i32; None where the
+    bits are not known, or where a row of words does not hold whole words."""
     if sizes.word_tokens != packing(dtype):
         return None
     if dtype == jnp.int8:

@@ -51,7 +51,7 @@ class Inputs(NamedTuple):
     """The queries, in the operands' dtype. Decode: [T, groups * lane_tiles, rows, 128]; prefill: [groups * lane_tiles,
     T * heads_per_group, 128], as `word_rows`, in the dtype that `copied_dtype` gives."""
     sinks: Any = None
-    """In units of log2: f32[groups, rows, 128], for prefill f32[groups, 8, columns]; None for none."""
+    """Attention sinks in units of log2: f32[groups, rows, 128], for prefill f32[groups, 8, columns]; None for none."""
     slopes: Any = None
     """ALiBi's, in the same shape; None for none."""
 

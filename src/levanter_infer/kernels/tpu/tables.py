@@ -1,4 +1,4 @@
-"""What the kernels of both paths read of the tables of a call, beside queries, keys and values."""
+"""Tables of a call as the kernels of both paths read them, beside queries, keys and values."""
 
 from typing import NamedTuple
 

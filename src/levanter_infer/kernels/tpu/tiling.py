@@ -65,7 +65,7 @@ class TileShape:
     page_size: int
     kv_dtype: str = "bfloat16"
     value_dim: int | None = None
-    """As of `TpuPool`."""
+    """`TpuPool.value_dim`."""
 
     @property
     def cores(self) -> int:

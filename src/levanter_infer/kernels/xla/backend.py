@@ -60,8 +60,8 @@ class XlaBackend(Backend):
         return self.block_size if self.is_apart else None
 
     def why_not_invariant(self, task: Task) -> str | None:
-        """In blocks of one size every row of a matmul goes through the same instructions, and where these are those of
-        a TPU a row has the same bits at any index of a block."""
+        """Blocks of one size send every row of a matmul through the same instructions. On a TPU these give a row the
+        same bits at any index of a block."""
         if self.platform.name == "tpu":
             return None if task.work is Work.MATMUL else "it computes decode tokens and prompt chunks in other shapes"
         if self.platform.name == "gpu":
@@ -90,7 +90,7 @@ class XlaBackend(Backend):
         return [one(weight, num_outs) for weight, num_outs in zip(call.weights, call.num_outs, strict=True)]
 
     def grouped_linear(self, call: GroupedCall) -> list[Array]:
-        """In blocks of a group's rows out of a stack; `jax.lax.ragged_dot` without one."""
+        """Computes blocks of a group's rows for stacked weights; `jax.lax.ragged_dot` for others."""
         return ragged_matmul(call) if call.layer is None else in_blocks(call, self.linear)
 
     def combine(self, values: Array, places: Array, weights: Array, num_rows: Array | None) -> Array:

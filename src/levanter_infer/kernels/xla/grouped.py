@@ -41,7 +41,7 @@ def in_blocks(call: GroupedCall, linear: Callable[[LinearCall], list[Array]]) ->
 
 
 def ragged_matmul(call: GroupedCall) -> list[Array]:
-    """By `jax.lax.ragged_dot`, for weights [group, out, in]; has a gradient."""
+    """`jax.lax.ragged_dot` of weights [group, out, in]; has a gradient."""
     assert call.layer is None and call.norm is None and call.gate is None
     inputs = call.x if call.rows is None else call.x[call.rows]
 
