@@ -6,7 +6,7 @@
 A batch of rollouts is sampled by an `AsyncEngine` while the batch before it is trained on, so the policy that has
 sampled a token is one update older than the one that learns from it, at most. Each token brings the log probability
 with which it was sampled; its gradient is weighted by the ratio of the two policies, truncated from above.
-Sources: as of `grpo_sums.py`; truncated importance sampling, IMPALA (arXiv:1802.01561) and, for rollouts of an
+Sources: as in `grpo_sums.py`; truncated importance sampling, IMPALA (arXiv:1802.01561) and, for rollouts of an
 engine, Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training".
 """
 

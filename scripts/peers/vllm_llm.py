@@ -7,7 +7,7 @@ from protocol import Generate
 def start(setup: dict, **options) -> Generate:
     """
     Args:
-        setup: as of `protocol.serve`.
+        setup: as in `protocol.serve`.
         options: further ones of `LLM`.
     """
     from vllm import LLM, SamplingParams

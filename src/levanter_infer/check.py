@@ -57,7 +57,7 @@ Three levels, each of which says more:
                scramble  from one position on, by far more than before: page table, masks, stale keys
 
   --level LEVEL        default: machine without options, diagnosis with --against or --diff, else numerics
-  --config FILE        the configuration, as of `levanter-infer sample`. With --level diagnosis, if they disagree, one
+  --config FILE        the configuration, as in `levanter-infer sample`. With --level diagnosis, if they disagree, one
                        sample is run again, alone: which layer is the first to store wrong keys and values?
   --against.KEY VALUE  compare with an engine whose configuration has this key changed, for example
                        --against.engine.attention reference

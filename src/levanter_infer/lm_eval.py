@@ -81,7 +81,7 @@ class EngineLM(TemplateLM):
         """Load a model and make its engine.
 
         Args:
-            arg_dict: `model` (as of `load_model`), and where wanted `revision`, `dtype`, `tokenizer` (a directory, URL
+            arg_dict: `model` (as in `load_model`), and where wanted `revision`, `dtype`, `tokenizer` (a directory, URL
                 or hub id), `seed`, `max_gen_toks` and the fields of `EngineConfig`.
             additional_config: the harness' `batch_size` and `max_batch_size`, which stay at their defaults, and
                 `device`, which is None or what the harness' command passes when it was given none ("cuda:0").

@@ -37,7 +37,7 @@ _SHOWN = 8
 USAGE = """\
 usage: levanter-infer score --config FILE [--KEY VALUE ...]
 
-Log probabilities of texts under a model, and their perplexity. FILE is YAML, as of `levanter-infer sample`:
+Log probabilities of texts under a model, and their perplexity. FILE is YAML, as in `levanter-infer sample`:
 
   model: models/tiny            # a directory in Hugging Face's layout, or a hub id
   prompts_file: texts.jsonl

@@ -47,7 +47,7 @@ def attention_call(
 
 
 def attend(*, impl: str, isa=None, tiles=None, rows_apart=None, **arguments):
-    """Attention by the backend named `impl`; arguments: as of `attention_call`."""
+    """Attention by the backend named `impl`; arguments: as in `attention_call`."""
     options = dict(cpu_isa=isa, tiles=tiles, rows_apart=rows_apart)
     options = {name: value for name, value in options.items() if value is not None}
     backend = make_backend(impl).configured(**options)

@@ -18,7 +18,7 @@ class BatchConfig:
     rows_per_shard: int = 1000
     """Input rows per shard; the results of one shard are one output file."""
     format: str = "jsonl"
-    """Output format: jsonl or parquet, with rows as of `sample`, or openai, result lines of OpenAI's batch format."""
+    """Output format: jsonl or parquet, with rows as in `sample`, or openai, result lines of OpenAI's batch format."""
     worker: str = "0/1"
     """i/n: this process is worker i of n, from 0; the n workers share the job's shards."""
     model_names: list[str] = dataclasses.field(default_factory=list)

@@ -112,7 +112,7 @@ class Driver:
         base: default sampling parameters of a row.
         max_seqs: sequences that the engine runs at once.
         equal_bytes: refuse rows whose result depends on anything but the row.
-        chat: settings of chats, as of `rows.chat_settings`.
+        chat: settings of chats, as in `rows.chat_settings`.
         output_format: default: the columns that `base` requests.
     """
 

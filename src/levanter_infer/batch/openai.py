@@ -59,7 +59,7 @@ class ResultLines:
     Equal results give equal lines: ids are derived from `custom_id`, and `created` is 0.
 
     Args:
-        model, tokenizer: as of `Answers`.
+        model, tokenizer: as in `Answers`.
     """
 
     columns = None

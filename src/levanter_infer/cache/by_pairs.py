@@ -49,7 +49,7 @@ def gather(array: Array, index: Array, fill) -> Array:
     index = _counted(index, array.shape[0])
     is_own = _iota((array.shape[0], index.shape[0]), 0) == index[None, :]
     found = jnp.sum(jnp.where(is_own, _as_ints(array)[:, None], 0), axis=0, dtype=jnp.int32)
-    return _filled(_as_type(found, array.dtype), (index >= 0) & (index < array.shape[0]), fill)
+    return _filled(_from_ints(found, array.dtype), (index >= 0) & (index < array.shape[0]), fill)
 
 
 def gather_at(array: Array, row: Array, column: Array, fill) -> Array:
@@ -60,7 +60,7 @@ def gather_at(array: Array, row: Array, column: Array, fill) -> Array:
     is_own = _iota(rows.shape, 1) == column[:, None]
     found = jnp.sum(jnp.where(is_own, rows, 0), axis=1, dtype=jnp.int32)
     exists = (row >= 0) & (row < num_rows) & (column >= 0) & (column < num_columns)
-    return _filled(_as_type(found, array.dtype), exists, fill)
+    return _filled(_from_ints(found, array.dtype), exists, fill)
 
 
 def scatter(array: Array, index: Array, values: Array) -> Array:
@@ -71,13 +71,13 @@ def scatter(array: Array, index: Array, values: Array) -> Array:
     is_own = _counted(index, array.shape[0])[:, None] == _iota((index.shape[0], array.shape[0]), 1)
     lowest = jnp.iinfo(jnp.int32).min
     found = jnp.max(jnp.where(is_own, _as_ints(values)[:, None], lowest), axis=0, initial=lowest)
-    return jnp.where(jnp.any(is_own, axis=0), _as_type(found, array.dtype), array)
+    return jnp.where(jnp.any(is_own, axis=0), _from_ints(found, array.dtype), array)
 
 
 def scatter_add(array: Array, index: Array, values: Array) -> Array:
     """`array` with `values` added at `index`; repeated indices count, absent ones are dropped.
 
-    Args: as of `scatter`, of integers.
+    Args: as in `scatter`, of integers.
     """
     is_own = _counted(index, array.shape[0])[:, None] == _iota((index.shape[0], array.shape[0]), 1)
     return array + jnp.sum(jnp.where(is_own, values[:, None], 0), axis=0, dtype=array.dtype)
@@ -96,7 +96,7 @@ def _as_ints(array: Array) -> Array:
     return array.astype(jnp.int32) if array.dtype == jnp.bool_ else jax.lax.bitcast_convert_type(array, jnp.int32)
 
 
-def _as_type(ints: Array, dtype) -> Array:
+def _from_ints(ints: Array, dtype) -> Array:
     return ints != 0 if dtype == jnp.bool_ else jax.lax.bitcast_convert_type(ints, dtype)
 
 

@@ -83,7 +83,7 @@ def load_weights(source: Source, *, dtype: str | None = None, config: Mapping[st
 
 
 def open_model(source: Source, *, dtype: str | None = None, config: Mapping[str, Any] | None = None) -> StoredModel:
-    """Check a checkpoint against its headers. Args: as of `load_model`. Raises: ValueError as `load_model`."""
+    """Check a checkpoint against its headers. Args: as in `load_model`. Raises: ValueError as `load_model`."""
     wanted = _wanted_dtype(dtype)
     return _open(source, wanted, config or _config_json(source))
 

@@ -94,7 +94,7 @@ class RowMasks(eqx.Module):
 
     def best(self, logits: Array, vocab: Vocabulary, backend: Backend | None, num_rows: Array) -> tuple[Array, Array]:
         """The largest of the logits that `apply` leaves each row, f32[row], and the first token that has it, i32[row].
-        The backend's kernel, if it has one, writes nothing of the logits' size. Args: as of `apply`."""
+        The backend's kernel, if it has one, writes nothing of the logits' size. Args: as in `apply`."""
         if backend is not None and vocab.shard_axis.mesh_axis is None:
             found = backend.masked_best(logits, self.words, self.constrained, num_rows)
             if found is not None:

@@ -30,7 +30,7 @@ def run_round(
 
 
 class RoundLimits(NamedTuple):
-    """Limits at which a round ends although work is left; fields as of `Admission`."""
+    """Limits at which a round ends although work is left; fields as in `Admission`."""
 
     max_steps: Array
     min_free_slots: Array

@@ -209,7 +209,7 @@ def release_tails(
 def share_tails(
     page_table: PageTable, page_indices: Array, begin: Array, end: Array, window: WindowPages | None = None
 ) -> PageTable:
-    """Add a reference to the pages at columns `begin … end - 1` of each row; arguments as of `release_tails`."""
+    """Add a reference to the pages at columns `begin … end - 1` of each row; arguments as in `release_tails`."""
     counts = jnp.maximum(end - begin, 0)
     return _in_blocks(page_table, page_indices, counts, lambda item: item, begin, PageTable.share, window)
 

@@ -400,7 +400,7 @@ def _spmd(functions: dict[str, Callable], layout: Layout) -> dict[str, Callable]
 def _functions(
     shapes: Shapes, config, local_heads: Callable[[int], int], options: ProgramOptions
 ) -> dict[str, Callable]:
-    """The functions of an engine's programs by name; `local_heads` as of `empty_cache`."""
+    """The functions of an engine's programs by name; `local_heads` as in `empty_cache`."""
 
     def no_memory() -> LogitsMod | None:
         return options.logits_mod and LogitsMod.init(*options.logits_mod, shapes.num_slots)

@@ -122,7 +122,7 @@ def stop_match(stop_ids: Array, stop_lens: Array, window: Array, enough: Array) 
     """The rows that end with one of their stop token sequences.
 
     Args:
-        stop_ids, stop_lens: as of `SamplingTable`, of each row.
+        stop_ids, stop_lens: as in `SamplingTable`, of each row.
         window: i32[row, width], as wide as a stop sequence can be: the last generated tokens, the newest last; where
             fewer have been generated, an id that is in no stop sequence (the vocabulary size).
         enough: bool[row], whether `min_tokens` tokens have been generated.

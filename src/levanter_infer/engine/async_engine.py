@@ -198,10 +198,10 @@ class AsyncEngine:
     # Requests
 
     async def generate(self, prompt, sampling=None, *, timeout: float | None = None) -> RequestOutput:
-        """The output of one prompt, as of `InferenceEngine.generate`; a refused one has `error`.
+        """The output of one prompt, as in `InferenceEngine.generate`; a refused one has `error`.
 
         Args:
-            prompt, sampling: as of `InferenceEngine.submit`. Without an id the request is named by the number of
+            prompt, sampling: as in `InferenceEngine.submit`. Without an id the request is named by the number of
                 requests before it. Cancelling the task aborts it.
             timeout: seconds, as `Request.timeout_s`, which it replaces.
         Raises: QueueFull; ValueError for an id in use; RuntimeError if the engine is closed or its thread has died, or
@@ -216,7 +216,7 @@ class AsyncEngine:
             self._leave(live)
 
     async def stream(self, prompt, sampling=None, *, timeout: float | None = None) -> AsyncGenerator[Update]:
-        """Updates of one prompt as rounds are read; arguments and errors as of `generate`.
+        """Updates of one prompt as rounds are read; arguments and errors as in `generate`.
 
         The request is submitted with the first `anext`. Closing the iterator, or cancelling its task, aborts it.
         """

@@ -260,7 +260,7 @@ class InferenceEngine:
         the end of the iterator; that thread may call it in between. Closing, or `next` while it sleeps, cancels others.
 
         Args:
-            prompts, sampling: as of `generate`.
+            prompts, sampling: as in `generate`.
         Raises: as `generate`, with the first `next`.
         """
         with self._turns.taken("as_completed", self._is_in_progress, waits=True):

@@ -36,12 +36,12 @@ class MemoryAudit:
         return self.pages_in_use * self.page_size - self.live_tokens
 
     def reserved_bytes(self, page_bytes: Sequence[int]) -> int:
-        """Bytes of the pages in use. Args: page_bytes: as of `metrics`."""
+        """Bytes of the pages in use. Args: page_bytes: as in `metrics`."""
         in_use = (self.pages_in_use, *(each.pages_in_use for each in self.windows))
         return sum(pages * each for pages, each in zip(in_use, page_bytes, strict=True))
 
     def live_bytes(self, page_bytes: Sequence[int]) -> int:
-        """Bytes of the tokens that they store. Args: page_bytes: as of `metrics`."""
+        """Bytes of the tokens that they store. Args: page_bytes: as in `metrics`."""
         live = (self.live_tokens, *(each.live_tokens for each in self.windows))
         return sum(tokens * each // self.page_size for tokens, each in zip(live, page_bytes, strict=True))
 

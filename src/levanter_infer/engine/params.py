@@ -254,7 +254,7 @@ class SamplingParams:
         of this class; a setting that cannot be applied is named in a warning.
 
         Args:
-            path_or_id, revision: as of `load_model`.
+            path_or_id, revision: as in `load_model`.
         Raises: ValueError if the model has no such file, or a value is bad.
         """
         from levanter_infer.checkpoints.generation import required_sampling

@@ -105,7 +105,7 @@ class SampleState:
         return True
 
     def finish(self, reason: str, error: str | None = None) -> None:
-        """End with this reason, unless the sample has ended. Args: error: as of `Completion.error`."""
+        """End with this reason, unless the sample has ended. Args: error: as in `Completion.error`."""
         if self.finish_reason is None:
             self.finish_reason = reason
             from_guide = self.guide.error if self.guide is not None and error == NO_TOKEN else None

@@ -74,7 +74,7 @@ def audit_rows(config: DecoderConfig, dtype, matmul: Backend, attention: Backend
 
 def library_matmul(config: DecoderConfig, dtype, matmul: Backend, attention: Backend) -> str | None:
     """The first matmul of the paged forward that XLA leaves to a library or its own code, with its place in the source;
-    None: kernels compute all. Args: as of `audit_rows`."""
+    None: kernels compute all. Args: as in `audit_rows`."""
     return next(map(described, _matmuls(_traced(config, dtype, matmul, attention))), None)
 
 

@@ -64,7 +64,7 @@ class Runner:
         scoring: compile for prompt logprobs at once.
         routing: compile for routed experts at once.
         constraints: compile for structured output at once.
-        logits_mod: as of `ProgramOptions`.
+        logits_mod: as in `ProgramOptions`.
     Raises: ValueError as `shapes_for` and `programs_for`.
     """
 
@@ -554,7 +554,7 @@ def programs_for(
     fingerprints: bool = False,
     logits_mod=None,
 ) -> Programs:
-    """The programs of an engine. Args: types: as of `shapes_for`; fingerprints, logits_mod: as of `ProgramOptions`.
+    """The programs of an engine. Args: types: as in `shapes_for`; fingerprints, logits_mod: as in `ProgramOptions`.
     Raises: ValueError for `tiles` that no kernel can have."""
     dtype = kv_dtype(config, types)
     check_given_tiles(config.tiles, types.config, backend.layout, page_size=shapes.page_size, kv_dtype=dtype)

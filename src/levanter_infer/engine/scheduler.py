@@ -222,7 +222,7 @@ class Scheduler:
 
     def finished_searches(self, outputs: Sequence[RankOutputs], round_id: int, version: int) -> list[RequestState]:
         """Beam searches that ended in a round. Their hypotheses are to be read from the device before `collect`, which
-        frees their slots. Args: as of `collect`."""
+        frees their slots. Args: as in `collect`."""
         return [
             request
             for rank, of_rank in zip(self._ranks, outputs, strict=True)
@@ -234,7 +234,7 @@ class Scheduler:
 
         Args:
             outputs: of each rank.
-            round_id: as of `next_admission`.
+            round_id: as in `next_admission`.
             version: of the weights that the round used.
         """
         return [

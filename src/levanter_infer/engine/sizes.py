@@ -28,7 +28,7 @@ def page_bytes(
 ) -> dict[int | None, int]:
     """Bytes of a page of `page_size` tokens in the layers of each sliding window; None: in those without one.
 
-    Args: dtype: of keys and values; the rest as of `PoolSizes`.
+    Args: dtype: of keys and values; the rest as in `PoolSizes`.
     """
     one = PoolSizes(1, page_size, 1, dtype, backend, local_heads)
     found: dict[int | None, int] = {}
@@ -111,7 +111,7 @@ def resolve_shapes(
         unread_bytes: weights that still have to be loaded into the memory of a device.
         page_bytes_of: bytes of a page in one device's memory, as `page_bytes`; by default those of all heads.
         device_bytes: memory of a device elsewhere; None: the free memory of this process's first device.
-        step_tokens: as of `Platform`.
+        step_tokens: as in `Platform`.
     Raises: ValueError if the pool could not hold one page per running sequence, or sizes contradict each other.
     """
     arch = model.config

@@ -104,7 +104,7 @@ class SamplingKernels(Protocol):
 
         Args:
             values: f32[row, n], the candidates of all parts.
-            rules: f32[row, 7]: peak, inverse and floor as of `weight_sums`, the bound of other logits, the weight of
+            rules: f32[row, 7]: peak, inverse and floor as in `weight_sums`, the bound of other logits, the weight of
                 all tokens (where top_p applies without top_k), top_k (0: off) and top_p (1: off).
         """
         ...
@@ -113,7 +113,7 @@ class SamplingKernels(Protocol):
         """The weight of the logits from each pivot up, f32[row, n], of rows in the mask `rows`.
 
         Args:
-            terms: as of `weight_sums`.
+            terms: as in `weight_sums`.
             pivots: i32[row, n], keys in the order of logits (`sampling_filters.signed_keys`).
         """
         ...
@@ -393,7 +393,7 @@ class Backend(ABC):
         """Data that `write_kv` derives from the destinations of a step's tokens, for `KvWrite.plan`. It is
         the same in every layer, and computed once. None: nothing.
 
-        Args: dests: as of `KvWrite`.
+        Args: dests: as in `KvWrite`.
         """
         return None
 

@@ -456,7 +456,7 @@ def attend_to_all(q: Array, k: Array, v: Array, rules: ScoreRules, sinks: Array 
     Args:
         q: [..., query, kv_head, group, D]
         k, v: [..., key, kv_head, D] and [..., key, kv_head, size of values]
-        sinks: f32[Hq], as of `AttentionCall`.
+        sinks: f32[Hq], as in `AttentionCall`.
     Returns: f32[..., query, kv_head, group, size of values]
     """
     f32 = jnp.float32

@@ -87,7 +87,7 @@ class LayerInputs(eqx.Module):
         )
 
     def prepare(self, backend: Backend, *, donate: bool = False) -> "LayerInputs":
-        """The same maps, stored as `backend` reads them. Args: as of `Linear.prepare`."""
+        """The same maps, stored as `backend` reads them. Args: as in `Linear.prepare`."""
         rows = prepare_rows(self.embeddings, backend, donate=donate)
         return dataclasses.replace(self, embeddings=rows, proj=self.proj.prepare(backend, donate=donate))
 

@@ -79,7 +79,7 @@ class ExpertsBlock:
         return self.num_expert_parameters(hidden) + self.num_experts * router + shared + latent + norms
 
     def num_expert_parameters(self, hidden: int) -> int:
-        """Those of the experts that are chosen from, without the router. Args: as of `num_parameters`."""
+        """Those of the experts that are chosen from, without the router. Args: as in `num_parameters`."""
         size = self.latent_dim or hidden
         biases = ((self._num_maps - 1) * self.width + size) * self.bias
         return self.num_experts * (self._num_maps * size * self.width + biases)

@@ -128,7 +128,7 @@ class Rope:
 
 
 def rope_at(config: RopeConfig, head_dim: int, positions: NamedArray, rope_len: int) -> Rope:
-    """The rope of heads of `head_dim` numbers at `positions`. Args: as of `rotary_tables`."""
+    """The rope of heads of `head_dim` numbers at `positions`. Args: as in `rotary_tables`."""
     tables = rotary_tables(config, rotated_size(config, head_dim), positions, rope_len)
     # Else XLA moves them into the loop over layers, and computes them in each.
     cos, sin = jax.lax.optimization_barrier(tables)

@@ -379,7 +379,7 @@ class DecoderModel(eqx.Module):
     def __call__(self, tokens: NamedArray, attention: AttentionSpec = PLAIN) -> NamedArray:
         """The plain causal forward, without a cache: for training, and as the oracle.
 
-        Args: as of `plain_hidden`.
+        Args: as in `plain_hidden`.
         Returns: f32[..., position, vocab].
         Raises: ValueError for more positions than a model with learnt ones has.
         """

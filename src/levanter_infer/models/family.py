@@ -245,7 +245,7 @@ def read_sizes(
 
 
 def one_rope(hf: HfConfig, head_dim: int, max_positions: int, **options) -> dict[str, RopeConfig]:
-    """The rope of full and of sliding layers. `options`: as of `HfConfig.rope`."""
+    """The rope of full and of sliding layers. `options`: as in `HfConfig.rope`."""
     return dict.fromkeys((FULL, SLIDING), hf.rope(head_dim, max_positions, **options))
 
 

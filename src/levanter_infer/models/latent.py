@@ -34,7 +34,7 @@ def read_latent_attention(
         q_rank, kv_rank, nope, rope, value: HF's defaults of `q_lora_rank`, `kv_lora_rank`, `qk_nope_head_dim`,
             `qk_rope_head_dim` and `v_head_dim`; value None: hidden_size / num_attention_heads.
         interleaved: whether the rope's pairs are neighbours; None: `rope_interleave` says so, by default true.
-        sizes: as of `read_sizes`.
+        sizes: as in `read_sizes`.
     """
     nope, rope_dim = hf.count("qk_nope_head_dim", nope), hf.count("qk_rope_head_dim", rope)
     if interleaved is None:

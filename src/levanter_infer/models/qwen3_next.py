@@ -42,7 +42,7 @@ def ropes(hf: HfConfig, head_dim: int, max_positions: int) -> dict:
 
 
 def read_experts(hf: HfConfig, number: int, chosen: int, normalize: bool) -> ExpertsBlock:
-    """The experts of a layer. Args: number, chosen: HF's defaults; normalize: as of `Router`."""
+    """The experts of a layer. Args: number, chosen: HF's defaults; normalize: as in `Router`."""
     number, chosen = read_num_experts(hf, number, chosen)
     width, shared = hf.count("moe_intermediate_size", 512), hf.count("shared_expert_intermediate_size", 512)
     return ExpertsBlock(number, chosen, width, Router(normalize=normalize), shared_width=shared, shared_gate=True)

@@ -56,7 +56,7 @@ def _is_plain(block: Block) -> bool:
 
 
 def with_ring(layer: LayerT, ring: ShardAxis) -> LayerT:
-    """The layer, of the columns of this device. Args: ring: as of `ring_of`."""
+    """The layer, of the columns of this device. Args: ring: as in `ring_of`."""
     if ring.parts == 1:
         return layer
 

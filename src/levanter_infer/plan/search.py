@@ -69,7 +69,7 @@ def smallest_changes(spec: EngineSpec, extra_bytes: int = 0) -> list[Change]:
     """Changes of one value with which the engine fits, the smallest first; for each key the smallest that does.
 
     Args:
-        extra_bytes: as of `misfit`, for the programs of the unchanged engine.
+        extra_bytes: as in `misfit`, for the programs of the unchanged engine.
     """
     found = [change for search in _SEARCHES if (change := search(spec, extra_bytes)) is not None]
     return sorted(found, key=lambda change: change.factor)

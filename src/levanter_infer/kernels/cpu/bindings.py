@@ -370,7 +370,7 @@ def masked_logits(logits: Array, masks: Array, masked: Array, num_rows: Array, *
 def masked_best(
     logits: Array, masks: Array, masked: Array, num_rows: Array, *, isa_name: str | None = None
 ) -> tuple[Array, Array]:
-    """The largest logit that each row's mask allows, and the first token that has it. Args: as of `masked_logits`.
+    """The largest logit that each row's mask allows, and the first token that has it. Args: as in `masked_logits`.
 
     Returns: f32[row], -inf where the mask allows no other; i32[row]. NaN is passed over. Rows from `num_rows` on get 0
         and 0.

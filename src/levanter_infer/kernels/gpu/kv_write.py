@@ -73,7 +73,7 @@ class _Inputs(NamedTuple):
     norm_layer: Any
     """i32[1]"""
     dests: Any
-    """i32[T], as of `KvWrite`. Pages and offsets would be one more launch a layer."""
+    """i32[T], as in `KvWrite`. Pages and offsets would be one more launch a layer."""
 
 
 def _write(_, inputs: _Inputs, pool_ref, q_ref, *, eps: tuple[float, ...], query_factor: float) -> None:

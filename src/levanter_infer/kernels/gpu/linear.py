@@ -180,7 +180,7 @@ def norm_rows(x: Array, weights: Array, eps: float, layer: Array, *, interpret: 
     Args:
         x: [row, in]
         weights: [layers, in]
-        interpret: as of `stacked_matmul`.
+        interpret: as in `stacked_matmul`.
     """
     return pl.pallas_call(
         functools.partial(_norm, eps=eps),

@@ -83,7 +83,7 @@ def sums(
     logits: Array, rules: DrawRules, threshold: Array, sizes: Sequence[int], *, interpret: bool = False
 ) -> tuple[Array, Array]:
     """The first two levels of sums of the weights of each row, f32[row, sizes[1]] and f32[row, sizes[2]]; anything for
-    rows that are not drawn. Args: as of `draw`."""
+    rows that are not drawn. Args: as in `draw`."""
     rows, widths = logits.shape[0], (sizes[1], sizes[2])
     outs = tuple(jax.ShapeDtypeStruct((rows, width), jnp.float32) for width in widths)
     grid = (rows, pl.cdiv(widths[1], _TILE))

@@ -241,7 +241,7 @@ def _put(buf, at: Callable[[int], tuple], new, tokens: Iterable[tuple[Any, Any]]
 
 
 def _word_rows(layer, row, sizes: _Sizes):
-    """A word row of all slabs. Args: row: as of `WritePlan.word_rows`."""
+    """A word row of all slabs. Args: row: as in `WritePlan.word_rows`."""
     if not sizes.interpreted:
         # An address is a sum over the axes, so that pages need not be separated from rows, which takes scalars.
         return layer.at[0, :, row]
@@ -267,7 +267,7 @@ def _put_group(words, group, codes: Array, places, sizes: _Sizes) -> None:
 
     Args:
         codes: i32[_GROUP * slabs, 128].
-        places: as of `WritePlan`.
+        places: as in `WritePlan`.
     """
     bits = 32 // sizes.word_tokens
     if bits < 32:

@@ -224,7 +224,7 @@ class _Block:
 
         Args:
             chunk: keys that are taken at once; all if `visible` is given.
-            visible: as of `_scores`.
+            visible: as in `_scores`.
         """
         self.known_scales = {}
         for stripe in self.stripes:
@@ -251,7 +251,7 @@ class _Block:
         scores of the next, which v5e and v5p schedule better, v4 and v6e worse.
 
         Args:
-            chunk: as of `_begin`.
+            chunk: as in `_begin`.
             next_visible: as `visible` of `_scores`, for `next_keys`.
             meanwhile: is called behind the first stripe.
         """

@@ -213,7 +213,7 @@ def descend(
     Args:
         upper, lower: of `weight_sums`.
         clocks: f32[row, depth * _FAN], times of `sampling_draw.clocks` for each level from the last on.
-        widths: as of `weight_sums`, without the last, 1.
+        widths: as in `weight_sums`, without the last, 1.
     Returns: the entry of level 1 that was chosen, i32[row], and the _FAN entries of level 0 that it is the sum of,
         f32[row, _FAN].
     """

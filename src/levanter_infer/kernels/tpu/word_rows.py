@@ -68,7 +68,7 @@ def load_rows(ref, at: tuple[int | Array, ...], first: int, count: int, *, inter
 
 
 def store_rows(ref, at: tuple[int | Array, ...], rows: Array, *, interpreted: bool) -> None:
-    """Store all rows [rows, 128] of `ref[at]`. Args: as of `load_rows`."""
+    """Store all rows [rows, 128] of `ref[at]`. Args: as in `load_rows`."""
     if interpreted:
         ref[at] = word_rows(rows)
     else:

@@ -569,7 +569,7 @@ ffi::Error masked_logits(ffi::ThreadPool threads, ffi::Buffer<ffi::F32> logits, 
   return ffi::Error::Success();
 }
 
-// Arguments as of `masked_logits`. Results, [rows]: the largest logit that a row's mask allows, and its first index; of
+// Arguments as in `masked_logits`. Results, [rows]: the largest logit that a row's mask allows, and its first index; of
 // the whole row without a mask; 0 and 0 for rows that are not in use.
 ffi::Error masked_best(ffi::ThreadPool threads, ffi::Buffer<ffi::F32> logits, ffi::Buffer<ffi::S32> used,
                        ffi::Buffer<ffi::U32> masks, ffi::Buffer<ffi::S32> masked, ffi::ResultBuffer<ffi::F32> peaks,
