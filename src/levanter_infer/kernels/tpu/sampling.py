@@ -1,4 +1,5 @@
-"""Sampling on a TPU: each pass over the logits reads them once from HBM, eight rows at a time, and keeps them in VMEM.
+"""Sampling on a TPU: each pass over the logits reads them once, eight or sixteen rows at a time, from HBM or, where
+they fit, from VMEM.
 
 XLA writes every level of a sum that has a fixed order, stores the logits a second time in another layout for it, and
 sorts the vocabulary for the largest few. Here a row's numbers stay in one sublane: nothing is transposed, and what a
@@ -18,6 +19,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from levanter_infer.kernels import scopes
 from levanter_infer.kernels.tpu.pool import LANES
+from levanter_infer.kernels.tpu.tiling import generation
 
 _MAX_DEPTH, _MIN_DEPTH = 16, 4
 """Candidates of a lane: those of all parts together are to be a few thousand."""
@@ -34,6 +36,9 @@ _FAN = 16
 _KEY_BITS, _SIGN = 32, -(2**31)
 _MAX_BLOCK_BYTES = 6 * 2**20
 """Bytes of a block of logits; two blocks are in VMEM."""
+_NEAR_BYTES = {"v5e": 40 << 20, "v6e": 40 << 20}
+"""Bytes of all logits that stay in VMEM, of 128 MiB, while they are sampled. Cores of v4 and v5p have less, and two of
+them share an array."""
 
 
 Interpret = pltpu.InterpretParams | bool
@@ -104,10 +109,12 @@ def logit_stats(logits: Array, num_rows: Array, *, interpret: Interpret = False)
     rows, num = logits.shape
     column = jax.ShapeDtypeStruct((rows, 1), jnp.float32)
     outs = (column, column, jax.ShapeDtypeStruct((rows, 1), jnp.int32))
-    kernel, width = functools.partial(_stats, num=num), pl.cdiv(num, _WIDE_CHUNK) * _WIDE_CHUNK
+    kernel, width = functools.partial(_stats, num=num), _whole(num)
     block = 2 * _ROWS if rows > _ROWS and 2 * _ROWS * 4 * width <= _MAX_BLOCK_BYTES else _ROWS
     sizes = {"block": block, "width": width}
-    peak, total, best = _by_blocks("logit_stats", kernel, logits, num_rows, (), outs, (), interpret, **sizes)
+    peak, total, best = _by_blocks(
+        "logit_stats", kernel, _near(logits, interpret), num_rows, (), outs, (), interpret, **sizes
+    )
     return peak[:, 0], total[:, 0], best[:, 0]
 
 
@@ -125,7 +132,8 @@ def candidates(logits: Array, parts: int, num_rows: Array, *, interpret: Interpr
         jax.ShapeDtypeStruct((rows, 1), jnp.float32),
     )
     kernel = functools.partial(_candidates, num=num, depth=depth)
-    width = pl.cdiv(num, _WIDE_CHUNK) * _WIDE_CHUNK
+    width = _whole(num)
+    logits = _near(logits, interpret)
     values, bound = _by_blocks("candidates", kernel, logits, num_rows, (), outs, (), interpret, width=width)
     return values, bound[:, 0]
 
@@ -171,7 +179,7 @@ def reached(logits: Array, terms: Array, pivots: Array, rows: Array, *, interpre
         compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",)),
         interpret=interpret,
         name="reached",
-    )(count[None], order, logits, terms, pivots)
+    )(count[None], order, _near(logits, interpret), terms, pivots)
 
 
 def weight_sums(
@@ -201,6 +209,7 @@ def weight_sums(
     chunk = _sums_chunk(num, widths[0])
     first = pltpu.VMEM((_ROWS, pl.cdiv(widths[0], chunk) * chunk), jnp.float32)
     width = _padded(num, chunk)
+    logits = _near(logits, interpret)
     upper, lower = _by_blocks("weight_sums", kernel, logits, num_rows, (terms,), outs, (first,), interpret, width=width)
     return upper, lower
 
@@ -226,12 +235,25 @@ def descend(
     return node[:, 0], masses
 
 
+def _near(logits: Array, interpret: Interpret) -> Array:
+    """The logits in VMEM where they fit: a matmul stores them there, and every kernel reads them without HBM. XLA would
+    have them in HBM, or move them there and back around conditions."""
+    if interpret or logits.nbytes > _NEAR_BYTES.get(generation() or "", 0):
+        return logits
+    return pltpu.with_memory_space_constraint(logits, pltpu.VMEM)
+
+
 def _rows_at_once(rows: int, numbers: int) -> int:
     """Rows of a block, for rows that have as many 32-bit `numbers` in VMEM each."""
     block = _ROWS_AT_ONCE
     while block > _ROWS and (block // 2 >= rows or block * numbers * 4 > _AT_ONCE_BYTES):
         block //= 2
     return block
+
+
+def _whole(num: int) -> int:
+    """Lanes of a block that is as it is stored: what is in VMEM is read there, and not copied."""
+    return pl.cdiv(num, LANES) * LANES
 
 
 def _padded(num: int, chunk: int = _CHUNK) -> int:
@@ -283,17 +305,21 @@ def _by_blocks(
 
 
 def _chunks(refs, num: int, init, step: Callable, size: int = _CHUNK):
-    """`carry = step(carry, chunk, index of its first logit)` over all chunks of `size` logits, -inf past the end."""
+    """`carry = step(carry, chunk, index of its first logit)` over all chunks of `size` logits, and a smaller last one,
+    a multiple of _CHUNK, with -inf past the end."""
 
     def one(index, carry):
         start = pl.multiple_of(index * size, size)
         return step(carry, refs[:, pl.ds(start, size)], start)
 
-    carry = jax.lax.fori_loop(0, num // size, one, init)
-    if num % size:
-        start = num // size * size
-        chunk = refs[:, start : start + size]
-        carry = step(carry, jnp.where(_lanes(chunk) < num - start, chunk, -jnp.inf), start)
+    carry = jax.lax.fori_loop(0, num // size, one, init) if num >= size else init
+    if rest := num % size:
+        start = num - rest
+        chunk = refs[:, start : start + pl.cdiv(rest, LANES) * LANES]
+        filled = [jnp.where(_lanes(chunk) < rest, chunk, -jnp.inf)]
+        if missing := -chunk.shape[1] % _CHUNK:
+            filled.append(jnp.full((chunk.shape[0], missing), -jnp.inf))
+        carry = step(carry, jnp.concatenate(filled, axis=1), start)
     return carry
 
 
@@ -305,7 +331,7 @@ def _stats(logits, peak_out, total_out, best_out, *, num: int):
     shape = (logits.shape[0], _CHUNK)
 
     def largest(most, chunk, _):
-        for place in range(0, _WIDE_CHUNK, _CHUNK):
+        for place in range(0, chunk.shape[1], _CHUNK):
             most = jnp.maximum(most, chunk[:, place : place + _CHUNK])
         return most
 
@@ -315,7 +341,7 @@ def _stats(logits, peak_out, total_out, best_out, *, num: int):
 
     def add(carry, chunk, start):
         total, best = carry
-        for place in range(0, _WIDE_CHUNK, _CHUNK):
+        for place in range(0, chunk.shape[1], _CHUNK):
             part = chunk[:, place : place + _CHUNK]
             total = total + jnp.exp(part - shift)
             best = jnp.minimum(best, jnp.where(part == peak, start + place, num))
@@ -330,7 +356,7 @@ def _stats(logits, peak_out, total_out, best_out, *, num: int):
 
 def _candidates(logits, out, bound, *, num: int, depth: int):
     def insert(bests, chunk, _):
-        for place in range(0, _WIDE_CHUNK, LANES):
+        for place in range(0, chunk.shape[1], LANES):
             value, sorted_bests = chunk[:, place : place + LANES], []
             for best in bests:
                 sorted_bests.append(jnp.maximum(best, value))
