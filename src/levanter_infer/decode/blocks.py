@@ -126,14 +126,16 @@ def logits_in_blocks(model, hidden: Array, num_rows: Array, size: int) -> Array:
     zeros for the others. Computed for `size` rows at a time."""
     count = hidden.shape[0]
     padded = _rows_of_blocks(hidden, size)
+    zeros = jnp.zeros((count + -count % size, model.vocab.part_size), jnp.float32)
+    kernels = model.backend.sampling_kernels(zeros)
+    as_read = (lambda logits: logits) if kernels is None else kernels.as_read
 
     def one_block(state: tuple[Array, Array]) -> tuple[Array, Array]:
         index, logits = state
         rows = jax.lax.dynamic_slice_in_dim(padded, index * size, size)
         own = model.logits(hax.named(rows, (ROW, model.embed)), num_rows - index * size).rearrange((ROW, ...)).array
-        return index + 1, jax.lax.dynamic_update_slice_in_dim(logits, own, index * size, 0)
+        return index + 1, as_read(jax.lax.dynamic_update_slice_in_dim(logits, own, index * size, 0))
 
-    zeros = jnp.zeros((count + -count % size, model.vocab.part_size), jnp.float32)
     with jax.named_scope(scopes.head(size)):
         state = jax.lax.while_loop(lambda state: state[0] * size < num_rows, one_block, (jnp.int32(0), zeros))
     return state[1][:count]
