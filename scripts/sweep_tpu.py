@@ -8,10 +8,9 @@ is data to the kernels. So the largest case of the twelve that differ only there
 smallest are traced and compared with its own: if they are the same, all twelve have the same (`same` in the record,
 beside `compiled`); if not, each is compiled. `--all` compiles every case.
 
-`--others` compiles shapes that are on no list instead, odd in heads, sizes and pages, and keeps no record of them;
-`--families` those of the
-released models of each family (scripts/family_shapes.py), on one chip and on each of eight, with a record of their own,
-docs/tpu_families.csv.
+`--others` compiles shapes that are on no list instead, odd in heads, sizes and pages, and keeps no record of them.
+`--families` compiles those of the released models of each family (scripts/family_shapes.py), on one chip and on each of
+eight, with a record of their own, docs/tpu_families.csv.
 
 Cases that the record holds for these sources are left out, and kernels that it holds are not compiled again.
 Compiling happens in a process of its own, because the compiler may end it; then the case counts as failed and another
