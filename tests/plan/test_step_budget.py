@@ -131,6 +131,7 @@ def test_copies_to_and_from_hbm_outside_of_layers_are_counted_in_bytes_with_thei
         "  %p = (f32[8,100]{1,0:T(8,128)S(1)}, f32[8,100]{1,0:T(8,128)}, u32[]{:S(2)}) copy-start(%x)",
         "  %s = ((bf16[64,256]{1,0:T(8,128)(2,1)}), bf16[16,256]{1,0:T(8,128)(2,1)S(1)}, s32[]) slice-start(%x)",
         "  %q = s32[100,3]{0,1:T(8,128)} copy(%x)",
+        "  %r = s32[100]{0:T(1024)} copy(%x)",
         "  %v = (f32[8]{0:T(128)S(1)}, f32[8]{0:T(128)S(1)}, u32[]{:S(2)}) copy-start(%x)",
         "  %w = f32[8]{0:T(128)S(1)} copy(%x)",
     ]
@@ -140,7 +141,7 @@ def test_copies_to_and_from_hbm_outside_of_layers_are_counted_in_bytes_with_thei
     hlo = hlo.replace("%evict (x: f32[8]) -> f32[8] {", "\n".join(["%evict (x: f32[8]) -> f32[8] {", in_a_layer]))
     pairs = zip(step_budgets(hlo, 5, (4, 8), unscheduled), step_budgets(ROUND, 5, (4, 8), unscheduled), strict=True)
     added = {more.copied_bytes - fewer.copied_bytes for more, fewer in pairs}
-    assert added == {8 * 128 * 4 + 16 * 256 * 2 + 8 * 128 * 4}
+    assert added == {8 * 128 * 4 + 16 * 256 * 2 + 8 * 128 * 4 + 1024 * 4}
 
 
 def test_a_step_in_blocks_goes_through_the_forward_and_the_head_as_often_as_it_has_blocks():

@@ -22,8 +22,8 @@ _APPLIED = re.compile(r"(calls|to_apply)=%?([\w.\-]+)")
 _CALLED = re.compile(r"calls=%?([\w.\-]+)")
 _ARRAY = re.compile(r"([a-z]+[0-9]*[a-z0-9]*)\[([0-9,]+)\]")
 _BITS = re.compile(r"\d+")
-_STORED = re.compile(r"[a-z]+[0-9]*[a-z0-9]*\[[0-9,]+\]\{([0-9,]*)(?::T\((\d+),(\d+)\))?[^}]*\}")
-"""An array with its layout: the axes from the last one stored, and the tile of the last two."""
+_STORED = re.compile(r"[a-z]+[0-9]*[a-z0-9]*\[[0-9,]+\]\{([0-9,]*)(?::T\(([0-9,]+)\))?[^}]*\}")
+"""An array with its layout: the axes, the last one stored first, and the tile, of which the last axis comes last."""
 _VMEM = "S(1)"
 """Memory space of VMEM in the layout of an array."""
 _OP_NAME = re.compile(r'op_name="([^"]*)"')
@@ -90,7 +90,7 @@ def largest_array(kind: str) -> int:
 
 def hbm_copy_bytes(line: str) -> int:
     """Bytes, with the padding of their layout, that a copy or a slice moves between HBM and VMEM, or within HBM; 0 for
-    other instructions."""
+    other instructions. A synchronous `copy` to VMEM does not say where it comes from, and counts as one within VMEM."""
     match = _INSTRUCTION.match(line)
     if match is None or match[2] not in ("copy", "copy-start", "slice-start"):
         return 0
@@ -100,9 +100,9 @@ def hbm_copy_bytes(line: str) -> int:
     copied = arrays[1] if match[2] == "slice-start" else arrays[0]
     ((_, dims),) = _ARRAY.findall(copied[0])
     sizes = [int(size) for size in dims.split(",")]
-    if copied[2] is not None and len(sizes) > 1:
-        for axis, tile in zip(map(int, copied[1].split(",")), (int(copied[3]), int(copied[2])), strict=False):
-            sizes[axis] = -(-sizes[axis] // tile) * tile
+    axes, tile = ([int(number) for number in (group or "").split(",") if number] for group in copied.groups())
+    for axis, length in zip(axes, reversed(tile), strict=False):
+        sizes[axis] = -(-sizes[axis] // length) * length
     return largest_array(copied[0].replace(f"[{dims}]", f"[{','.join(map(str, sizes))}]"))
 
 
