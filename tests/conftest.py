@@ -14,11 +14,13 @@ import jax
 import jaxlib
 import pytest
 
-# XLA reads its flags once, when it makes the first device. This one takes its older generator of loops, which compiles
-# in half the time and is the engine's on a CPU; an XLA that does not know a flag ends the process (jaxlib 0.11.2).
-OLDER_LOOPS = "--xla_cpu_use_fusion_emitters=false"
-if jaxlib.version.__version_info__ < (0, 11) and OLDER_LOOPS not in os.environ.get("XLA_FLAGS", ""):
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {OLDER_LOOPS}".strip()
+# XLA reads its flags once, when it makes the first device, and one that it does not know ends the process (jaxlib
+# 0.11.2). The first takes its older generator of loops, which compiles in half the time and is the engine's on a CPU.
+# The second has it generate the code of a program in one piece: the processes of pytest-xdist keep all cores busy.
+COMPILES_SOON = "--xla_cpu_use_fusion_emitters=false", "--xla_cpu_parallel_codegen_split_count=1"
+if jaxlib.version.__version_info__ < (0, 11):
+    given = os.environ.get("XLA_FLAGS", "").split()
+    os.environ["XLA_FLAGS"] = " ".join([*given, *(flag for flag in COMPILES_SOON if flag not in given)])
 FEW_OPTIMIZATIONS = jax.default_backend() == "cpu"
 
 
