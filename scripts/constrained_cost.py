@@ -13,7 +13,7 @@ import time
 from levanter_infer import EngineConfig, InferenceEngine, SamplingParams, load_model
 
 LETTERS, LONGEST = "[ a-zA-Z,.]", 16
-"""Of a token of letters: a text of so many times `--tokens` has as many tokens at least, or the script ends."""
+"""Letters of a token, at most: a text of so many times `--tokens` has as many tokens at least, or the script ends."""
 SAMPLING = {"greedy": {"temperature": 0.0}, "top_p": {"temperature": 1.0, "top_p": 0.95}}
 EVERY = {"every sequence": 1, "every other one": 2, "none": 0}
 

@@ -44,7 +44,7 @@ MATMULS = {
 }
 """Inputs, and outputs of each matrix."""
 LEAST_BYTES = 400 << 20
-"""Of the weights that are read in turn, so that none comes from a cache."""
+"""Bytes of the weights that are read in turn, so that none comes from a cache."""
 
 
 @functools.cache
@@ -62,7 +62,7 @@ class Case(NamedTuple):
     calls: int
     """Calls of the kernel per call of the function."""
     amount: dict[str, float]
-    """What one call reads and computes: `gb` and `tflop`."""
+    """Bytes that one call reads and its arithmetic: `gb` and `tflop`."""
 
 
 def matmul_cases(rows: list[int]) -> Iterator[Case]:

@@ -45,7 +45,7 @@ _GEN_KWARGS = (
 _NAMES_ELSEWHERE = {"pretrained": "model", "path": "model", "max_model_len": "max_seq_len", "max_length": "max_seq_len"}
 _NAME = "levanter-infer"
 _DEFAULT_DEVICE = "cuda:0"
-"""What the harness' command passes when it was given no device."""
+"""The device that the harness' command passes when it was given none."""
 
 
 @register_model(_NAME)

@@ -89,6 +89,7 @@ def _write_pieces(state: DecodeState, admission: Admission) -> DecodeState:
     tokens = scatter(table.tokens, (jnp.where(valid, row, table.num_slots), column), admission.tokens)
 
     is_fork = admission.fork_source < table.num_slots
+    forks = jnp.where(is_fork, slots, table.num_slots)
     entries = jnp.arange(slots.shape[0], dtype=jnp.int32)
 
     def copy_prompts(tokens: Array) -> Array:
@@ -98,8 +99,7 @@ def _write_pieces(state: DecodeState, admission: Admission) -> DecodeState:
 
     def copy_part(tokens: Array, part: Array) -> Array:
         source = gather(admission.fork_source, part, table.num_slots)
-        target = jnp.where(source < table.num_slots, gather(slots, part, table.num_slots), table.num_slots)
-        return scatter(tokens, target, tokens.at[source].get(mode="clip"))
+        return scatter(tokens, gather(forks, part, table.num_slots), tokens.at[source].get(mode="clip"))
 
     tokens = run_if(jnp.any(is_fork), copy_prompts, tokens)
 

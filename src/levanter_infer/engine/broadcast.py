@@ -27,7 +27,7 @@ def send_weights(model, hosts: Hosts) -> None:
 
 
 def received_weights(engine, hosts: Hosts) -> StoredModel:
-    """What another process broadcasts, for `engine.swap_weights`: received when the engine has given up its old
+    """Weights that another process broadcasts, for `engine.swap_weights`: received when the engine has given up its old
     weights, so that beside the new ones there is one parameter more.
 
     Requires: the sender's model has the sizes and dtypes of the engine's, and form (both from a checkpoint, or live).

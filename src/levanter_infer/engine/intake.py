@@ -94,8 +94,8 @@ class Intake:
         return state
 
     def constraint(self, params: SamplingParams) -> Constraint:
-        """What says which tokens may follow, ready for the device; compiled, where it is not known. Any thread may call
-        this. Raises: ValueError for what cannot be applied."""
+        """Constraint on tokens that may follow, ready for the device; compiled, where it is not known. Any thread may
+        call this. Raises: ValueError for what cannot be applied."""
         if not params.is_constrained:
             return Constraint()
         asked = wanted(params)

@@ -36,7 +36,7 @@ _REASONS = {
     ABORT: (FinishReason.ABORT, None),
     IMPOSSIBLE: (FinishReason.ERROR, NO_TOKEN),
 }
-"""What a result says of each `codes.FinishReason`: its reason and its error."""
+"""The reason and the error that a result has for each `codes.FinishReason`."""
 _MAX_ARRIVAL = 2**31 - 2
 _FEW_DEADLINES = 256
 """Deadlines that are kept without a look at whether their requests have ended."""

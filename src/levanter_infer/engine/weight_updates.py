@@ -65,7 +65,7 @@ def update_roots(runner: Runner, scheduler: Scheduler, offload: KvOffload, intak
 
 
 def new_weights(types, model) -> "Model | StoredModel":
-    """What `swap_weights` was given, as the runner takes it; checkpoints are opened, and nothing of them is read.
+    """Weights given to `swap_weights`, as the runner takes them; checkpoints are opened, and nothing is read of them.
 
     Raises: ValueError unless it has the configuration, shapes and dtypes of `types`; as `load_model`, `from_levanter`.
     """

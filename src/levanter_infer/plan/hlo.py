@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 _MOVES = {
@@ -22,7 +22,7 @@ _APPLIED = re.compile(r"(calls|to_apply)=%?([\w.\-]+)")
 _CALLED = re.compile(r"calls=%?([\w.\-]+)")
 _ARRAY = re.compile(r"([a-z]+[0-9]*[a-z0-9]*)\[([0-9,]+)\]")
 _BITS = re.compile(r"\d+")
-_STORED = re.compile(r"[a-z]+[0-9]*[a-z0-9]*\[[0-9,]+\]\{([0-9,]*)(?::T\(([0-9,]+)\))?[^}]*\}")
+_STORED = re.compile(_ARRAY.pattern + r"\{([0-9,]*)(?::T\(([0-9,]+)\))?[^}]*\}")
 """An array with its layout: the axes, the last one stored first, and the tile, of which the last axis comes last."""
 _VMEM = "S(1)"
 """Memory space of VMEM in the layout of an array."""
@@ -81,11 +81,12 @@ def _is_array(kind: str) -> bool:
 
 def largest_array(kind: str) -> int:
     """Bytes of the largest array of an HLO type."""
-    sizes = [0]
-    for dtype, dims in _ARRAY.findall(kind):
-        bits = _BITS.search(dtype)
-        sizes.append(math.prod(map(int, dims.split(","))) * (int(bits[0]) if bits else 8) // 8)
-    return max(sizes)
+    return max((_num_bytes(dtype, map(int, dims.split(","))) for dtype, dims in _ARRAY.findall(kind)), default=0)
+
+
+def _num_bytes(dtype: str, sizes: Iterable[int]) -> int:
+    bits = _BITS.search(dtype)
+    return math.prod(sizes) * (int(bits[0]) if bits else 8) // 8
 
 
 def hbm_copy_bytes(line: str) -> int:
@@ -98,12 +99,11 @@ def hbm_copy_bytes(line: str) -> int:
     if len(arrays) < (1 if match[2] == "copy" else 2) or all(_VMEM in array[0] for array in arrays[:2]):
         return 0
     copied = arrays[1] if match[2] == "slice-start" else arrays[0]
-    ((_, dims),) = _ARRAY.findall(copied[0])
-    sizes = [int(size) for size in dims.split(",")]
-    axes, tile = ([int(number) for number in (group or "").split(",") if number] for group in copied.groups())
+    dtype, *numbers = copied.groups(default="")
+    sizes, axes, tile = ([int(number) for number in each.split(",") if number] for each in numbers)
     for axis, length in zip(axes, reversed(tile), strict=False):
         sizes[axis] = -(-sizes[axis] // length) * length
-    return largest_array(copied[0].replace(f"[{dims}]", f"[{','.join(map(str, sizes))}]"))
+    return _num_bytes(dtype, sizes)
 
 
 def computations(hlo: str) -> dict[str, list[str]]:

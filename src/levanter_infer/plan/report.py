@@ -152,8 +152,8 @@ def budget_lines(budget: StepBudget) -> list[str]:
         lines.append(f"  not among them, kernels whose work depends on data, calls: {kernels}")
     if budget.has_chunks or budget.sampled != "greedy":
         return lines
-    expected = ", ".join(f"{name} {count:,}" for name, count in budget.expected.items())
     lines.append(f"  copied between HBM and VMEM outside of layers: {budget.copied_bytes / 2**20:.1f} MiB")
+    expected = ", ".join(f"{name} {count:,}" for name, count in budget.expected.items())
     lines.append(f"  as the compiler expected, since no schedule tells them: {expected or 'none'}")
     needed = ", ".join(f"{name} {count:,}" for name, count in budget.when_needed.items())
     lines.append(

@@ -148,7 +148,7 @@ class Events:
         return counted(num_prompt_tokens, self._counts[index]) if self._call.continuous_usage else None
 
     def _parts(self, index: int, update: Update) -> tuple[list[dict[str, Any]], str | None]:
-        """What each event of an update adds to choice `index`, that of the last event first; and the reason of its
+        """Additions of each event of an update to choice `index`, that of the last event first; and the reason of its
         end."""
         text, reason = update.text or "", update.finish_reason
         if not self._is_chat:

@@ -31,7 +31,7 @@ class ServeConfig:
     max_waiting: int = 1024
     """Requests that wait for their first token, at most; a further one is answered with 429."""
     max_round_seconds: float = 0.05
-    """What a round of steps should take, at most, if engine.max_round_seconds is longer. A stream has one event for the
+    """Seconds that a round should take, at most, if engine.max_round_seconds is longer. A stream has one event for the
     tokens of a round, and a request starts with the next round."""
     max_connections: int = 4096
     """Open connections, at most; a further one is answered with 503."""

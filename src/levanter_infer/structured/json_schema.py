@@ -45,7 +45,7 @@ _SAFE_PATTERN = re.compile(r"\^(?:[A-Za-z0-9 _\-:/,@#=!%&+*?|(){}\[\]]|\\[dw.\-/
 _SET = re.compile(r"\\.|\[((?:\\.|[^\]\\])+)\]")
 """A set of such a pattern with what is in it; or an escaped character, which begins none."""
 _RANGE = re.compile(r"(?=([^\\])-\\?(.))")
-"""What may be a range in a set: its first and its last character."""
+"""A possible range in a set: its first and its last character."""
 _ESCAPED = ('"', "\\")
 """The printable characters that JSON escapes."""
 _COMMA, _COLON = ", ?", ": ?"
