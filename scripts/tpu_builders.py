@@ -34,11 +34,11 @@ from levanter_infer.engine.backend_choice import BackendChoice  # noqa: E402
 from levanter_infer.engine.config import EngineConfig  # noqa: E402
 from levanter_infer.engine.mesh import make_mesh  # noqa: E402
 from levanter_infer.engine.runner import programs_for, round_types, shapes_for  # noqa: E402
-from levanter_infer.kernels.call import AttentionCall, GroupedCall, PoolShape  # noqa: E402
+from levanter_infer.kernels.call import AttentionCall, GroupedCall, PoolShape, Rotation  # noqa: E402
 from levanter_infer.kernels.registry import make_backend  # noqa: E402
 from levanter_infer.kernels.rules import ScoreRules  # noqa: E402
 from levanter_infer.kernels.tpu import sampling as tpu_sampling  # noqa: E402
-from levanter_infer.kernels.tpu.kv_write import WritePlan, write_kv  # noqa: E402
+from levanter_infer.kernels.tpu.kv_write import WritePlan, rotate_and_write, write_kv  # noqa: E402
 from levanter_infer.kernels.tpu.pool import TpuPool  # noqa: E402
 from levanter_infer.kernels.tpu.tiling import Tiles, TileShape, choose, generation  # noqa: E402
 from levanter_infer.layers.layout import Layout  # noqa: E402
@@ -94,17 +94,27 @@ def mixed(mesh, *, heads=(32, 8, 128), page=64, seqs=64, context=8192, tokens=51
     return _call(heads=heads, page=page, seqs=seqs, context=context, tokens=tokens, **options)
 
 
-def write(mesh, *, heads=(32, 8, 128), page=64, tokens=256, kv_dtype="bfloat16", pool_pages=16384):
-    """New keys and values of one layer."""
+def write(mesh, *, heads=(32, 8, 128), page=64, tokens=256, kv_dtype="bfloat16", pool_pages=16384, rotated=False):
+    """New keys and values of one layer; rotated: with the rotation of queries and keys."""
     dtype, pool = jnp.dtype(kv_dtype), TpuPool(*heads[1:], scaled=kv_dtype == "int8")
 
-    def call(pages, layer, keys, values, dests):
+    def call(pages, layer, dests, keys, values):
         return write_kv(pages, layer, pool.pack(keys, values).astype(dtype), WritePlan.of(pages, dests))
 
-    shape, side = pool.shape(num_layers=LAYERS, num_pages=pool_pages, page_size=page), (tokens, *heads[1:])
-    sides = [jax.ShapeDtypeStruct(side, jnp.bfloat16)] * 2
+    def rotating_call(pages, layer, dests, keys, values, queries, cos, sin):
+        # Tokens come with their heads side by side, as matmuls give them.
+        sides = tuple(side.reshape(tokens, -1, heads[2]) for side in (queries, keys, values))
+        return rotate_and_write(pages, layer, sides, Rotation(cos, sin), WritePlan.of(pages, dests))
+
+    shape = pool.shape(num_layers=LAYERS, num_pages=pool_pages, page_size=page)
     i32 = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
-    return call, (jax.ShapeDtypeStruct(shape, dtype), i32(()), *sides, i32((tokens,))), {"donate_argnums": (0,)}
+    first = jax.ShapeDtypeStruct(shape, dtype), i32(()), i32((tokens,))
+    if not rotated:
+        sides = [jax.ShapeDtypeStruct((tokens, *heads[1:]), jnp.bfloat16)] * 2
+        return call, (*first, *sides), {"donate_argnums": (0,)}
+    sides = [jax.ShapeDtypeStruct((tokens, count * heads[2]), jnp.bfloat16) for count in (heads[1], heads[1], heads[0])]
+    angles = [jax.ShapeDtypeStruct((tokens, heads[2] // 2), jnp.float32)] * 2
+    return rotating_call, (*first, *sides, *angles), {"donate_argnums": (0,)}
 
 
 def experts(mesh, *, tokens=64, num_experts=128, chosen=8, ins=2048, outs=768, dtype="bfloat16", impl="tpu"):

@@ -1,4 +1,4 @@
-"""The kernel for TPUs that rotates queries and keys, in Pallas' interpreter."""
+"""The kernel for TPUs that rotates queries and keys and writes them, in Pallas' interpreter."""
 
 import dataclasses
 
@@ -6,10 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax._src.pallas.mosaic.interpret import interpret_pallas_call
+from jax.experimental.pallas import tpu as pltpu
 
 from levanter_infer.kernels.call import KvWrite, Rotation
 from levanter_infer.kernels.tpu import backend as backend_module
-from levanter_infer.kernels.tpu import rotate
+from levanter_infer.kernels.tpu import kv_write
 from levanter_infer.kernels.tpu.backend import TpuBackend
 
 
@@ -31,12 +33,35 @@ def write_of(tokens: int, q_heads: int, kv_heads: int, dtype=jnp.bfloat16, dim: 
     )
 
 
-@pytest.mark.parametrize("tokens, q_heads, kv_heads", [(32, 8, 2), (256, 16, 1)])
-def test_the_kernel_rotates_as_xla_does(tokens, q_heads, kv_heads):
+@pytest.mark.parametrize(
+    "tokens, q_heads, kv_heads, decode",
+    [(32, 8, 2, 32), (256, 8, 1, 203), (96, 16, 5, 40), (48, 40, 3, 0)],
+    ids=["decode", "decode tokens and a chunk", "several grid steps", "chunk"],
+)
+def test_the_kernel_rotates_and_stores_as_xla_does(monkeypatch, tokens, q_heads, kv_heads, decode):
+    """`decode` tokens of sequences of their own, a chunk of the others, and padding behind them."""
+    monkeypatch.setattr(kv_write, "_STEP_BYTES", 48 * 10 * 128 * 4)
     write = write_of(tokens, q_heads, kv_heads)
+    rng, page_size = np.random.default_rng(0), 16
+    num_pages = tokens + 8
+    page = rng.permutation(num_pages)
+    first = page[:decode] * page_size + rng.integers(0, page_size, decode)
+    others = max(tokens - decode - 3, 0)
+    chunk = page[decode : decode + -(-(others + 5) // page_size), None] * page_size + np.arange(page_size)
+    none = num_pages * page_size
+    dests = np.concatenate([first, chunk.reshape(-1)[5:][:others], np.full(tokens - decode - others, none)])
+    write = dataclasses.replace(
+        write, dests=jnp.asarray(dests, jnp.int32), page=jnp.asarray(dests // 16), offset=jnp.asarray(dests % 16)
+    )
     assert write.q is not None and write.v is not None and write.rotation is not None
-    expected = backend_module._rotated_and_packed(write)
-    found = rotate.rotate(write.q, write.k, write.v, write.rotation, interpret=True)
+    assert kv_write.rotates(write.q, write.k, write.rotation, write.kv_dtype)
+    pool = jnp.asarray(rng.standard_normal((2, num_pages, 2 * kv_heads, page_size, 128)), jnp.bfloat16)
+    plan = kv_write.WritePlan.of(pool, write.dests)
+    expected = jax.jit(lambda pages: TpuBackend().write_kv(pages, write))(pool)
+    nan = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan")
+    sides = write.q, write.k, write.v
+    found = kv_write.rotate_and_write(pool, write.layer, sides, write.rotation, plan, interpret=nan)
+    assert interpret_pallas_call.races is not None and not interpret_pallas_call.races.races_found
     for own, xlas in zip(found, expected, strict=True):
         assert own.shape == xlas.shape and own.dtype == xlas.dtype
         np.testing.assert_allclose(own.astype(jnp.float32), xlas.astype(jnp.float32), rtol=2**-7, atol=1e-6)
@@ -59,10 +84,16 @@ def test_the_backend_stores_what_it_rotates():
 
 @pytest.mark.parametrize(
     "sizes, is_apart",
-    [((24, 8, 2), False), ((32, 4, 2), False), ((32, 8, 2, jnp.float32), False), ((32, 8, 2, jnp.bfloat16, 64), False),
-     ((32, 8, 2), True)],
-    ids=["tokens", "heads", "dtype", "head size", "batch_invariant"],
-)  # fmt: skip
+    [
+        ((24, 8, 2), False),
+        ((256, 128, 16), False),
+        ((32, 4, 2), False),
+        ((32, 8, 2, jnp.float32), False),
+        ((32, 8, 2, jnp.bfloat16, 64), False),
+        ((32, 8, 2), True),
+    ],
+    ids=["tokens", "memory", "heads", "dtype", "head size", "batch_invariant"],
+)
 def test_other_shapes_are_left_to_xla(sizes, is_apart):
     write = write_of(*sizes)
     assert write.q is not None and write.rotation is not None

@@ -19,9 +19,9 @@ from levanter_infer.kernels import scopes
 from levanter_infer.kernels.backend import Fuse, Platform, Task, Work
 from levanter_infer.kernels.call import AttentionCall, GroupedCall, KvWrite, PoolShape, Rotation, checked
 from levanter_infer.kernels.rules import ScoreRules
-from levanter_infer.kernels.tpu import grouped, rotate, row_writes, sampling
+from levanter_infer.kernels.tpu import grouped, kv_write, row_writes, sampling
 from levanter_infer.kernels.tpu.decode import decode_attention
-from levanter_infer.kernels.tpu.kv_write import WritePlan, write_kv
+from levanter_infer.kernels.tpu.kv_write import WritePlan, rotate_and_write, write_kv
 from levanter_infer.kernels.tpu.pool import LANES, TpuPool
 from levanter_infer.kernels.tpu.prefill import prefill_attention
 from levanter_infer.kernels.tpu.tables import Tables
@@ -105,7 +105,7 @@ class TpuBackend(XlaBackend):
         return jnp.full(self.pool_shape(shape), 0, shape.dtype)
 
     def rotates(self, rotation: Rotation, q: Array, k: Array, kv_dtype: jnp.dtype) -> bool:
-        return not self.is_apart and rotate.supports(q, k, rotation, kv_dtype)
+        return not self.is_apart and kv_write.rotates(q, k, rotation, kv_dtype)
 
     def scale_in_queries(self, rules: ScoreRules) -> tuple[float, ScoreRules]:
         return rules.with_scale_in_queries()
@@ -118,20 +118,21 @@ class TpuBackend(XlaBackend):
         kv_heads, head_dim = write.k.shape[1:]
         value_dim = head_dim if write.v is None else None
         layout = TpuPool(kv_heads, head_dim, write.kv_dtype == jnp.int8, value_dim)
-        q = write.q
-        if write.rotation is not None:
-            q, packed = _rotated_and_packed(write)
-        else:
-            sides = (write.k,) if write.v is None else (write.k, write.v)
-            packed = layout.pack(*(sides if layout.scaled else (rounded(side, write.kv_dtype) for side in sides)))
+        plan = self.write_plan(pool, write.dests) if write.plan is None else write.plan
 
-        def scatter(pages):
+        def scattered(pages: Array, packed: Array) -> Array:
             stored = packed.astype(pages.dtype)
             return pages.at[write.layer, write.page, :, write.offset].set(stored, mode="drop")
 
-        plan = self.write_plan(pool, write.dests) if write.plan is None else write.plan
-        return q, jax.lax.platform_dependent(
-            pool, tpu=lambda pages: write_kv(pages, write.layer, packed, plan), default=scatter
+        if write.rotation is not None:
+            return _rotated_and_written(pool, write, write.rotation, plan, scattered)
+        sides = (write.k,) if write.v is None else (write.k, write.v)
+        packed = layout.pack(*(sides if layout.scaled else (rounded(side, write.kv_dtype) for side in sides)))
+        return write.q, jax.lax.platform_dependent(
+            pool,
+            packed,
+            tpu=lambda pages, packed: write_kv(pages, write.layer, packed, plan),
+            default=scattered,
         )
 
     def read_kv(self, pool: Array, shape: PoolShape, pages: Array, offsets: Array) -> Array:
@@ -144,21 +145,29 @@ class TpuBackend(XlaBackend):
         return tpu_attention(call, self.tiles, invariant=self.is_apart, interpret=self.interpret)
 
 
-def _rotated_and_packed(write: KvWrite) -> tuple[Array, Array]:
-    """Rotated queries, and keys and values in the order of a page, of a write that `rotate.supports`."""
-    q, v, rotation = write.q, write.v, write.rotation
-    assert q is not None and v is not None and rotation is not None, "queries to rotate, keys and values"
+def _rotated_and_written(
+    pool: Array,
+    write: KvWrite,
+    rotation: Rotation,
+    plan: WritePlan,
+    scattered: Callable[[Array, Array], Array],
+) -> tuple[Array, Array]:
+    """Rotated queries, and the pool, of a write that `kv_write.rotates`. Args: scattered: the pool with packed keys and
+    values, by XLA."""
+    q, v = write.q, write.v
+    assert q is not None and v is not None, "queries to rotate, keys and values"
 
-    def by_xla(q: Array, k: Array, v: Array, rotation: Rotation) -> tuple[Array, Array]:
-        layout = TpuPool(k.shape[1], k.shape[2])
-        rotated = _rotated(q, rotation, rotation.query_factor)
-        return rotated, layout.pack(_rotated(k, rotation), v).astype(jnp.float32)
+    def by_kernel(pages: Array, q: Array, k: Array, v: Array, cos: Array, sin: Array) -> tuple[Array, Array]:
+        own = dataclasses.replace(rotation, cos=cos, sin=sin)
+        return rotate_and_write(pages, write.layer, (q, k, v), own, plan)
 
-    def of(compute):
-        return lambda q, k, v, cos, sin: compute(q, k, v, dataclasses.replace(rotation, cos=cos, sin=sin))
+    def by_xla(pages: Array, q: Array, k: Array, v: Array, cos: Array, sin: Array) -> tuple[Array, Array]:
+        own = dataclasses.replace(rotation, cos=cos, sin=sin)
+        packed = TpuPool(k.shape[1], k.shape[2]).pack(_rotated(k, own), v)
+        return _rotated(q, own, own.query_factor), scattered(pages, packed)
 
-    arrays = q, write.k, v, rotation.cos, rotation.sin
-    return jax.lax.platform_dependent(*arrays, tpu=of(rotate.rotate), default=of(by_xla))
+    arrays = pool, q, write.k, v, rotation.cos, rotation.sin
+    return jax.lax.platform_dependent(*arrays, tpu=by_kernel, default=by_xla)
 
 
 def _rotated(x: Array, rotation: Rotation, factor: float = 1.0) -> Array:

@@ -7,12 +7,15 @@ waited for, changed and stored.
 
 The tokens of prompt chunks that go to one tile-high *stretch* of a page are written together, in the same way. Their
 stretches take turns in a ring of buffers: while one is changed, others are on their way in or out.
+
+To start a copy takes scalars alone, and to rotate queries and keys vectors: `rotate_and_write` does both in the same
+bundles.
 """
 
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -22,6 +25,8 @@ from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from levanter_infer.kernels.call import Rotation
+from levanter_infer.kernels.tpu import rotate
 from levanter_infer.kernels.tpu.pool import LANES
 from levanter_infer.kernels.tpu.word_rows import load_words, packing, store_words
 
@@ -68,10 +73,16 @@ class _Sizes:
         rows = min(page_size, 32 // itemsize)
         if page_size % rows:
             raise ValueError(f"page_size: got {page_size}, expected a multiple of {rows} or less for {pages.dtype}")
-        most_groups = max(1, _STEP_BYTES // (slabs * lanes * 4 * _GROUP))
-        block = min(most_groups, -(-num_tokens // _GROUP)) * _GROUP
         slots = _slots(slabs * rows * lanes * itemsize)
+        block = block_of(num_tokens, slabs)
         return _Sizes(num_pages, page_size, rows, math.gcd(page_size, 4 // itemsize), block, slots, slabs)
+
+
+def block_of(num_tokens: int, slabs: int) -> int:
+    """New tokens per grid step, of tokens that have so many slabs; whole groups, as many in each step as go."""
+    groups = -(-num_tokens // _GROUP)
+    steps = -(-groups // max(1, _STEP_BYTES // (slabs * LANES * 4 * _GROUP)))
+    return -(-groups // steps) * _GROUP
 
 
 class WritePlan(NamedTuple):
@@ -160,27 +171,96 @@ def write_kv(pages: Array, layer: Array, tokens: Array, plan: WritePlan, *, inte
         interpret: as `pallas_call` takes it.
     Returns: the pool.
     """
-    num_pages, slabs, page_size = pages.shape[1:4]
-    sizes, dma = _Sizes.of(pages, tokens.shape[0]), pltpu.SemaphoreType.DMA
-    sizes = dataclasses.replace(sizes, interpreted=bool(interpret))
+    sizes = dataclasses.replace(_Sizes.of(pages, tokens.shape[0]), interpreted=bool(interpret))
     # A row of 32-bit elements can be read by itself.
     wide = jnp.float32 if jnp.issubdtype(pages.dtype, jnp.floating) else jnp.int32
-    tokens = jnp.pad(tokens.astype(wide), ((0, -tokens.shape[0] % sizes.block), (0, 0), (0, 0)))
-    tokens = tokens.reshape(-1, LANES)
+    tokens = jnp.pad(tokens.astype(wide), ((0, -tokens.shape[0] % sizes.block), (0, 0), (0, 0))).reshape(-1, LANES)
+
+    def kernel(scalars, new, _, pool, scratch):
+        _write(scalars, new, pool, scratch, sizes)
+
+    return _call("write_kv", kernel, pages, _Scalars(plan, layer.reshape(1)), [tokens], [], [], sizes, interpret)[0]
+
+
+def rotate_and_write(
+    pages: Array,
+    layer: Array,
+    sides: tuple[Array, Array, Array],
+    rotation: Rotation,
+    plan: WritePlan,
+    *,
+    interpret: Any = False,
+) -> tuple[Array, Array]:
+    """Rotate queries and keys, and store keys and values as `write_kv` does, in place where the pool is donated.
+
+    Args:
+        sides: queries [T, Hq, 128], keys and values [T, Hkv, 128], as `rotates` takes them.
+    Returns: the rotated queries, and the pool.
+    """
+    q, k, _ = sides
+    (num_tokens, q_heads, _), kv_heads = q.shape, k.shape[1]
+    sizes = dataclasses.replace(_Sizes.of(pages, num_tokens), interpreted=bool(interpret))
+    trip = rotate.trip_of(sizes.block, q_heads)
+
+    def kernel(scalars, q, k, v, cos, sin, _, pool, rotated, scratch, packed, wide):
+        refs = rotate.Refs(q, k, v, cos, sin, rotated, packed, wide)
+        beside = _Beside(
+            trip // _GROUP, lambda number: rotate.rotate_tokens(refs, number * trip, trip, rotation.query_factor)
+        )
+        _write(scalars, packed, pool, scratch, sizes, beside)
+
+    inputs = [*(side.reshape(num_tokens, -1) for side in sides), rotation.cos, rotation.sin]
+    rotated = jax.ShapeDtypeStruct(q.shape, q.dtype)
+    buffers = [
+        pltpu.VMEM((sizes.block * 2 * kv_heads, LANES), jnp.float32),
+        pltpu.VMEM((rotate.wide_rows(sizes.block, q_heads, kv_heads), LANES), jnp.float32),
+    ]
+    scalars = _Scalars(plan, layer.reshape(1))
+    pages, queries = _call("rotate_and_write", kernel, pages, scalars, inputs, [rotated], buffers, sizes, interpret)
+    return queries, pages
+
+
+def rotates(q: Array, k: Array, rotation: Rotation, kv_dtype: jnp.dtype) -> bool:
+    """Whether `rotate_and_write` takes these. Args: q, k: [T, heads, D]."""
+    block = block_of(q.shape[0], 2 * k.shape[1])
+    return q.shape[0] % block == 0 and rotate.supports(q, k, rotation, kv_dtype, block)
+
+
+def _call(
+    name: str,
+    kernel: Callable,
+    pages: Array,
+    scalars: _Scalars,
+    inputs: Sequence[Array],
+    outputs: Sequence[jax.ShapeDtypeStruct],
+    buffers: Sequence[Any],
+    sizes: _Sizes,
+    interpret: Any,
+) -> list[Array]:
+    """`kernel(scalars, *inputs, _, pool, *outputs, scratch, *buffers)` for each grid step, with its part of the first
+    axis of inputs and outputs.
+
+    Returns: the pool, and the outputs.
+    """
+    num_pages, slabs, page_size = pages.shape[1:4]
     # The same bytes: a tile of 128 lanes is one word row after the other.
     by_word = (-1, slabs, page_size // sizes.word_tokens, sizes.word_tokens, LANES)
     tile = sizes.slots, slabs, sizes.rows // sizes.word_tokens, sizes.word_tokens, LANES
-    return pl.pallas_call(
-        functools.partial(_write, sizes=sizes),
-        out_shape=jax.ShapeDtypeStruct((pages.shape[0] * num_pages, *by_word[1:]), pages.dtype),
+    dma, any_memory = pltpu.SemaphoreType.DMA, pl.BlockSpec(memory_space=pl.ANY)
+    steps = scalars.plan.groups.shape[0]
+
+    def part_of(array: Array | jax.ShapeDtypeStruct) -> pl.BlockSpec:
+        rows, *others = array.shape
+        return pl.BlockSpec((rows // steps, *others), lambda i, *_: (i, *[0] * len(others)))
+
+    pool, *results = pl.pallas_call(
+        kernel,
+        out_shape=[jax.ShapeDtypeStruct((pages.shape[0] * num_pages, *by_word[1:]), pages.dtype), *outputs],
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
-            grid=(tokens.shape[0] // (sizes.block * slabs),),
-            in_specs=[
-                pl.BlockSpec((sizes.block * slabs, LANES), lambda i, *_: (i, 0)),
-                pl.BlockSpec(memory_space=pl.ANY),
-            ],
-            out_specs=pl.BlockSpec(memory_space=pl.ANY),
+            grid=(steps,),
+            in_specs=[*map(part_of, inputs), any_memory],
+            out_specs=[any_memory, *map(part_of, outputs)],
             scratch_shapes=[
                 _Scratch(
                     words=pltpu.VMEM((sizes.groups, _GROUP * slabs, sizes.word_tokens, LANES), pages.dtype),
@@ -189,15 +269,17 @@ def write_kv(pages: Array, layer: Array, tokens: Array, plan: WritePlan, *, inte
                     buf=pltpu.VMEM(tile, pages.dtype),
                     in_sem=dma((sizes.slots,)),
                     out_sem=dma((sizes.slots,)),
-                )
+                ),
+                *buffers,
             ],
         ),
-        input_output_aliases={8: 0},
+        input_output_aliases={len(jax.tree.leaves(scalars)) + len(inputs): 0},
         # Destinations beyond the pool are skipped.
         compiler_params=pltpu.CompilerParams(disable_bounds_checks=True, disable_semaphore_checks=True),
-        name="write_kv",
+        name=name,
         interpret=interpret,
-    )(_Scalars(plan, layer.reshape(1)), tokens, pages.reshape(by_word)).reshape(pages.shape)
+    )(scalars, *inputs, pages.reshape(by_word))
+    return [pool.reshape(pages.shape), *results]
 
 
 def _slots(stretch_bytes: int) -> int:
@@ -212,10 +294,20 @@ def _div(x, size: int):
     return x >> (size.bit_length() - 1) if size & (size - 1) == 0 else jax.lax.div(x, jnp.int32(size))
 
 
-def _write(scalars: _Scalars, new, _, pool, scratch: _Scratch, *, sizes: _Sizes):
+class _Beside(NamedTuple):
+    """Work that is done while copies are started, for all tokens of a grid step."""
+
+    groups: int
+    """Groups of tokens per trip."""
+    act: Callable[[Any], None]
+    """Act on a trip's tokens. Args: the trip's number, i32[]."""
+
+
+def _write(scalars: _Scalars, new, pool, scratch: _Scratch, sizes: _Sizes, beside: _Beside | None = None) -> None:
+    """Write the tokens of a grid step. Args: beside: is done before `new` is read."""
     first_page = scalars.layer[0] * sizes.num_pages
     arguments = scalars, new, pool.at[pl.ds(first_page, sizes.num_pages)], scratch, sizes
-    write_groups, wait_groups = _groups(*arguments)
+    write_groups, wait_groups = _groups(*arguments, beside)
     write_stretches = _stretches(*arguments)
     write_groups()
     write_stretches()
@@ -279,7 +371,7 @@ def _put_group(words, group, codes: Array, places, sizes: _Sizes) -> None:
     store_words(words, (group,), codes, interpreted=sizes.interpreted)
 
 
-def _groups(scalars: _Scalars, new, layer, scratch: _Scratch, sizes: _Sizes):
+def _groups(scalars: _Scalars, new, layer, scratch: _Scratch, sizes: _Sizes, beside: _Beside | None):
     """Functions that write the groups of decode tokens, and that wait for it."""
     words, in_sem, out_sem = scratch.words, scratch.word_in_sem, scratch.word_out_sem
     plan, first_token = scalars.plan, pl.program_id(0) * sizes.block
@@ -316,7 +408,7 @@ def _groups(scalars: _Scalars, new, layer, scratch: _Scratch, sizes: _Sizes):
         return carry
 
     def write():
-        jax.lax.fori_loop(0, count, load, 0)
+        _start(load, count, sizes.groups, beside)
         jax.lax.fori_loop(0, count, change, 0)
 
     def wait_stored(group, carry):
@@ -324,6 +416,29 @@ def _groups(scalars: _Scalars, new, layer, scratch: _Scratch, sizes: _Sizes):
         return carry
 
     return write, lambda: jax.lax.fori_loop(0, count, wait_stored, 0)
+
+
+def _start(load: Callable, count: Array, groups: int, beside: _Beside | None) -> None:
+    """`load` each of the first `count` of all `groups`, and do what is `beside`."""
+    if beside is None:
+        jax.lax.fori_loop(0, count, load, 0)
+        return
+    act, per_trip = beside.act, beside.groups
+    full_trips = _div(count, per_trip)
+
+    def act_only(trip, carry):
+        act(trip)
+        return carry
+
+    def act_and_load(trip, carry):
+        act(trip)
+        for group in range(per_trip):
+            load(trip * per_trip + group, carry)
+        return carry
+
+    jax.lax.fori_loop(0, full_trips, act_and_load, 0)
+    jax.lax.fori_loop(full_trips * per_trip, count, load, 0)
+    jax.lax.fori_loop(full_trips, groups // per_trip, act_only, 0)
 
 
 def _stretches(scalars: _Scalars, new, layer, scratch: _Scratch, sizes: _Sizes):

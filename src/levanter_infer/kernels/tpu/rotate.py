@@ -6,9 +6,9 @@ copies for keys and values. Here each head is rotated as it comes, by one exchan
 stored with a stride of a token's heads.
 """
 
-import functools
+import math
+from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.experimental import pallas as pl
@@ -17,75 +17,98 @@ from jax.experimental.pallas import tpu as pltpu
 from levanter_infer.kernels.call import Rotation
 from levanter_infer.kernels.tpu.pool import LANES
 
-_TOKENS = 128
-"""Tokens per grid step, at most."""
+_TRIP, _LEAST_TRIP = 64, 16
+"""Tokens per trip of a loop, at most and at least: enough that the lanes of one are exchanged while others are
+stored, and whole registers of 16 bits."""
+_TRIP_HEADS = 32
+"""Query heads up to which a trip has so many tokens; with more it has half as many."""
 _ROWS = 8
 """Query heads of a token have to fill whole registers, or XLA would store them otherwise than the kernel."""
+_MAX_BYTES = 12 * 2**20
+"""Bytes in VMEM of the tokens of a grid step, most of which are there twice."""
 
 
-def supports(q: Array, k: Array, rotation: Rotation, kv_dtype: jnp.dtype) -> bool:
-    """Whether the kernel takes these. Args: q, k: [T, heads, D]."""
-    num_tokens, num_heads, head_dim = q.shape
+def trip_of(block: int, q_heads: int) -> int:
+    """Tokens per trip, of a grid step of `block` tokens."""
+    return math.gcd(block, _TRIP if q_heads <= _TRIP_HEADS else _TRIP // 2)
+
+
+def wide_rows(block: int, q_heads: int, kv_heads: int) -> int:
+    """Rows of `Refs.wide`."""
+    return trip_of(block, q_heads) * (q_heads + 2 * kv_heads)
+
+
+def supports(q: Array, k: Array, rotation: Rotation, kv_dtype: jnp.dtype, block: int) -> bool:
+    """Whether `rotate_tokens` takes these in grid steps of `block` tokens. Args: q, k: [T, heads, D]."""
+    (_, q_heads, head_dim), kv_heads = q.shape, k.shape[1]
     narrow = all(dtype == jnp.bfloat16 for dtype in (q.dtype, k.dtype, kv_dtype))
-    whole = head_dim == LANES and num_heads % _ROWS == 0 and num_tokens % min(_TOKENS, num_tokens) == 0
-    return narrow and whole and num_tokens % 16 == 0 and rotation.norms is None
+    whole = head_dim == LANES and q_heads % _ROWS == 0 and trip_of(block, q_heads) >= _LEAST_TRIP
+    num_bytes = LANES * (block * (8 * q_heads + 16 * kv_heads) + 4 * wide_rows(block, q_heads, kv_heads))
+    return narrow and whole and num_bytes <= _MAX_BYTES and rotation.norms is None
 
 
-def rotate(q: Array, k: Array, v: Array, rotation: Rotation, *, interpret=False) -> tuple[Array, Array]:
-    """Rotated queries, and keys and values as `TpuPool.pack` orders them.
+class Refs(NamedTuple):
+    """What a grid step reads and writes, in VMEM."""
 
-    Args:
-        q: [T, Hq, D]
-        k, v: [T, Hkv, D]
-        interpret: as `pallas_call` takes it.
-    Returns: [T, Hq, D], and f32[T, 2 * Hkv, D], keys rounded to their dtype.
-    """
-    num_tokens, q_heads, head_dim = q.shape
-    kv_heads, block = k.shape[1], min(_TOKENS, num_tokens)
-
-    def rows(width: int) -> pl.BlockSpec:
-        return pl.BlockSpec((block, width), lambda i: (i, 0))
-
-    rotated, packed = pl.pallas_call(
-        functools.partial(_rotate, query_factor=rotation.query_factor),
-        out_shape=[
-            jax.ShapeDtypeStruct((num_tokens, q_heads, head_dim), q.dtype),
-            jax.ShapeDtypeStruct((num_tokens * 2 * kv_heads, head_dim), jnp.float32),
-        ],
-        grid=(num_tokens // block,),
-        in_specs=[
-            *map(rows, (q_heads * head_dim, kv_heads * head_dim, kv_heads * head_dim)),
-            *[rows(head_dim // 2)] * 2,
-        ],
-        out_specs=[
-            pl.BlockSpec((block, q_heads, head_dim), lambda i: (i, 0, 0)),
-            pl.BlockSpec((block * 2 * kv_heads, head_dim), lambda i: (i, 0)),
-        ],
-        scratch_shapes=[pltpu.VMEM((block * q_heads, head_dim), jnp.float32)],
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",)),
-        name="rotate",
-        interpret=interpret,
-    )(*(side.reshape(num_tokens, -1) for side in (q, k, v)), rotation.cos, rotation.sin)
-    return rotated, packed.reshape(num_tokens, 2 * kv_heads, head_dim)
+    q: Any
+    """[block, Hq * 128]"""
+    k: Any
+    """[block, Hkv * 128]"""
+    v: Any
+    """[block, Hkv * 128]"""
+    cos: Any
+    """f32[block, 64]"""
+    sin: Any
+    """f32[block, 64]"""
+    rotated: Any
+    """[block, Hq, 128], rotated queries."""
+    packed: Any
+    """f32[block * 2 * Hkv, 128], keys and values as `TpuPool.pack` orders them, keys rounded to their dtype."""
+    wide: Any
+    """f32[`wide_rows`, 128], scratch."""
 
 
-def _rotate(q_ref, k_ref, v_ref, cos_ref, sin_ref, rotated_ref, packed_ref, wide_ref, *, query_factor: float):
-    tokens, q_heads, _ = rotated_ref.shape
-    kv_heads = k_ref.shape[1] // LANES
-    cos = jnp.concatenate([cos_ref[...]] * 2, axis=1)
-    sin = jnp.concatenate([-sin_ref[...], sin_ref[...]], axis=1)
+def rotate_tokens(refs: Refs, first: Array, count: int, query_factor: float) -> None:
+    """Rotate `count` tokens from `first` i32[] on, a multiple of it."""
+    q_heads, kv_heads = refs.rotated.shape[1], refs.k.shape[1] // LANES
+    tokens = pl.ds(pl.multiple_of(first, count), count)
+    sines = refs.sin[tokens, :]
+    cos = jnp.concatenate([refs.cos[tokens, :]] * 2, axis=1)
+    sin = jnp.concatenate([-sines, sines], axis=1)
 
     def head(ref, number: int) -> Array:
-        return ref[:, number * LANES : (number + 1) * LANES].astype(jnp.float32)
+        return ref[tokens, number * LANES : (number + 1) * LANES].astype(jnp.float32)
 
     def rotated(x: Array, cos: Array, sin: Array) -> Array:
         return x * cos + pltpu.roll(x, LANES // 2, 1) * sin
 
     of_queries = cos * jnp.float32(query_factor), sin * jnp.float32(query_factor)
-    for number in range(q_heads):
-        wide_ref[pl.ds(number, tokens, stride=q_heads), :] = rotated(head(q_ref, number), *of_queries)
-    rotated_ref[...] = wide_ref[...].reshape(rotated_ref.shape).astype(rotated_ref.dtype)
+    for begin in range(0, q_heads, _ROWS):
+        own = [rotated(head(refs.q, begin + number), *of_queries) for number in range(_ROWS)]
+        x = _side_by_side(own, refs.wide.at[pl.ds(begin * count, _ROWS * count)])
+        refs.rotated[tokens, begin : begin + _ROWS, :] = x.reshape(count, _ROWS, LANES).astype(refs.rotated.dtype)
+    sides = []
     for number in range(kv_heads):
-        key = rotated(head(k_ref, number), cos, sin).astype(k_ref.dtype).astype(jnp.float32)
-        packed_ref[pl.ds(2 * number, tokens, stride=2 * kv_heads), :] = key
-        packed_ref[pl.ds(2 * number + 1, tokens, stride=2 * kv_heads), :] = head(v_ref, number)
+        sides += [
+            rotated(head(refs.k, number), cos, sin).astype(refs.k.dtype).astype(jnp.float32),
+            head(refs.v, number),
+        ]
+    for begin in range(0, len(sides), _ROWS):
+        own = sides[begin : begin + _ROWS]
+        if len(sides) <= _ROWS:
+            for place, side in enumerate(own):
+                refs.packed[pl.ds(first * len(sides) + place, count, stride=len(sides)), :] = side
+        else:
+            x = _side_by_side(own, refs.wide.at[pl.ds((q_heads + begin) * count, len(own) * count)])
+            for token in range(count):
+                rows = pl.ds(pl.multiple_of((first + token) * len(sides) + begin, len(own)), len(own))
+                refs.packed[rows, :] = x[token * len(own) : (token + 1) * len(own)]
+
+
+def _side_by_side(heads: list[Array], wide) -> Array:
+    """[tokens * heads, 128], the rows of each token together, by way of `wide`. The compiler knows strides of 8 rows at
+    most; it would store row by row."""
+    tokens, stride = heads[0].shape[0], len(heads)
+    for number, x in enumerate(heads):
+        wide[pl.ds(number, tokens, stride=stride), :] = x
+    return wide[...]
