@@ -330,28 +330,28 @@ def _lanes(like: Array) -> Array:
 def _stats(logits, peak_out, total_out, best_out, *, num: int):
     shape = (logits.shape[0], _CHUNK)
 
-    def largest(most, chunk, _):
+    def largest(carry, chunk, start):
+        most, first = carry
         for place in range(0, chunk.shape[1], _CHUNK):
-            most = jnp.maximum(most, chunk[:, place : place + _CHUNK])
-        return most
+            part = chunk[:, place : place + _CHUNK]
+            is_larger = part > most
+            most, first = jnp.where(is_larger, part, most), jnp.where(is_larger, start + place, first)
+        return most, first
 
-    most = _chunks(logits, num, jnp.full(shape, -jnp.inf), largest, _WIDE_CHUNK)
+    nothing = jnp.full(shape, -jnp.inf), jnp.zeros(shape, jnp.int32)
+    most, first = _chunks(logits, num, nothing, largest, _WIDE_CHUNK)
     peak = jnp.max(most, axis=1, keepdims=True)
     shift = jnp.where(peak == -jnp.inf, 0.0, peak)
 
-    def add(carry, chunk, start):
-        total, best = carry
+    def add(total, chunk, _):
         for place in range(0, chunk.shape[1], _CHUNK):
-            part = chunk[:, place : place + _CHUNK]
-            total = total + jnp.exp(part - shift)
-            best = jnp.minimum(best, jnp.where(part == peak, start + place, num))
-        return total, best
+            total = total + jnp.exp(chunk[:, place : place + _CHUNK] - shift)
+        return total
 
-    total, best = _chunks(logits, num, (jnp.zeros(shape), jnp.full(shape, num, jnp.int32)), add, _WIDE_CHUNK)
+    total = _chunks(logits, num, jnp.zeros(shape), add, _WIDE_CHUNK)
     peak_out[...] = peak
     total_out[...] = jnp.sum(total, axis=1, keepdims=True)
-    best = jnp.where(best < num, best + _lanes(best), num)
-    best_out[...] = jnp.min(best, axis=1, keepdims=True)
+    best_out[...] = jnp.min(jnp.where(most == peak, first + _lanes(first), num), axis=1, keepdims=True)
 
 
 def _candidates(logits, out, bound, *, num: int, depth: int):
