@@ -8,6 +8,8 @@ import collections
 import dataclasses
 import itertools
 
+from levanter_infer.decode import prefix
+
 FREE, LOADING, SWAPPED, WAITING, RUNNING, FINISHED = range(6)
 NOT_FINISHED, STOP, LENGTH, ERROR, ABORT = range(5)
 
@@ -64,7 +66,14 @@ class PrefixModel:
             self.pages = {text: other for text, other in self.pages.items() if other != page}
 
     def register(self, rows: list[tuple[Slot, list[int]]]) -> None:
-        """Rows of a slot and the columns of the pages that it has filled."""
+        """Rows of a slot and the columns of the pages that it has filled; a part of the pages after the other."""
+        pages = [(slot, column) for slot, columns in rows for column in columns]
+        for start in range(0, len(pages), prefix._INSERTED):
+            part = pages[start : start + prefix._INSERTED]
+            runs = [list(run) for _, run in itertools.groupby(part, key=lambda page: id(page[0]))]
+            self._register_part([(run[0][0], [column for _, column in run]) for run in runs])
+
+    def _register_part(self, rows: list[tuple[Slot, list[int]]]) -> None:
         entries, orphans = [], []
         for slot, columns in rows:
             start = self.before(slot, columns[0])

@@ -1,15 +1,24 @@
 """A small share of `scripts/fuzz_prefix.py`: hits, misses and evictions equal those of the plain simulation."""
 
 import collections
+import dataclasses
 
 import numpy as np
+import pytest
 
-from tests.decode.driver import Driver
+from levanter_infer.decode import prefix
+from tests.decode.driver import SHAPES, Driver
 from tests.decode.workloads import run_workload
 
 
-def test_workloads_with_shared_beginnings_have_the_hits_and_misses_of_the_model():
-    driver = Driver()
+@pytest.mark.parametrize("inserted, window, seekers", [(32, 32, 4), (2, 1, 1)])
+def test_workloads_with_shared_beginnings_have_the_hits_and_misses_of_the_model(monkeypatch, inserted, window, seekers):
+    """Also where the pages of a step are inserted in several parts, and looked up one by one."""
+    monkeypatch.setattr(prefix, "_INSERTED", inserted)
+    monkeypatch.setattr(prefix, "_WINDOW", window)
+    monkeypatch.setattr(prefix, "_SEEKERS", seekers)
+    # Other shapes, whose programs are compiled with these numbers.
+    driver = Driver(dataclasses.replace(SHAPES, upload_tokens=SHAPES.upload_tokens + inserted))
     totals: collections.Counter[str] = collections.Counter()
     for number in range(60):
         totals += run_workload(driver, np.random.default_rng([7, number]))

@@ -123,8 +123,7 @@ class PageTable(eqx.Module):
 
         def compacted(table: "PageTable") -> "PageTable":
             index = jnp.arange(table.num_pages, dtype=jnp.int32)
-            place = jax.lax.rem(table.ring_head + index, table.num_pages)
-            listed = table.free_ring[place]
+            listed = table._next_free(table.num_pages)
             stays = (index < table.num_free) & (table.ref_counts[listed] == 0)
             rank = jnp.cumsum(stays, dtype=jnp.int32)
             ring = scatter(table.free_ring, jnp.where(stays, rank - 1, table.num_pages), listed)

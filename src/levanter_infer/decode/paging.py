@@ -4,6 +4,9 @@ Where layers with a sliding window have pages of their own (`DecodeState.windows
 to the window pages along: a slot that has computed n tokens holds those of its columns from `first_column(n)` on.
 """
 
+from collections.abc import Callable
+from typing import TypeVar
+
 import jax
 import jax.numpy as jnp
 from jax import Array
@@ -19,8 +22,11 @@ from levanter_infer.decode.shapes import Shapes
 from levanter_infer.decode.state import DecodeState
 from levanter_infer.kernels.loops import in_parts, run_if
 
-_BLOCK = 1024
-"""Pages shared or released per trip of a loop: usually there is one trip."""
+_BLOCK = 256
+"""Pages shared or released per trip of a loop: those of one or two sequences. A TPU takes as long for each as if it
+were there."""
+_COUNTED = 4096
+"""Pages per trip where those of all sequences are counted."""
 _BEHIND = 128
 """Window pages left behind per trip: those of one step."""
 
@@ -55,12 +61,12 @@ def preempt(state: DecodeState, order: Array, take: Array) -> tuple[DecodeState,
         state, take, _ = carry
         table = state.sequences
         rank = jnp.zeros_like(order).at[order].set(jnp.arange(order.shape[0], dtype=jnp.int32))
-        released = _released_by_suffix(table.page_indices, state.page_table, rank)
+        released = _released_by_suffix(table, state.page_table, rank)
         needed = jnp.cumsum(need[order], dtype=jnp.int32)
         # The first k survive. Their needs grow with k, and fewer pages are released by the others.
         fits = needed <= state.page_table.num_free + released
         for each in state.windows:
-            fits &= needed <= each.num_free + _released_by_suffix(window_pages_held(table, each), each.table, rank)
+            fits &= needed <= each.num_free + _released_by_suffix(table, each.table, rank, each)
         survivors = jnp.maximum(jnp.sum(fits, dtype=jnp.int32), 1)
         survivors = state.beams.num_survivors(table, order, survivors)
         live = (table.status == RUNNING) | (table.status == WAITING)
@@ -202,41 +208,60 @@ def release_tails(
         window: the reference is to the window pages of these pages, and `page_table` is theirs.
         block: pages per trip of a loop.
     """
-    counts = jnp.maximum(end - begin, 0)
-    return _in_blocks(page_table, page_indices, counts, lambda item: -1 - item, end, PageTable.release, window, block)
+    counts, none = jnp.maximum(end - begin, 0), page_table.num_pages
+
+    def release(table: PageTable, _: Array, pages: Array) -> PageTable:
+        return table.release(pages)
+
+    return by_blocks(page_table, release, page_indices, counts, end - 1, none, step=-1, window=window, size=block)
 
 
 def share_tails(
     page_table: PageTable, page_indices: Array, begin: Array, end: Array, window: WindowPages | None = None
 ) -> PageTable:
     """Add a reference to the pages at columns `begin … end - 1` of each row; arguments as in `release_tails`."""
-    counts = jnp.maximum(end - begin, 0)
-    return _in_blocks(page_table, page_indices, counts, lambda item: item, begin, PageTable.share, window)
+    counts, none = jnp.maximum(end - begin, 0), page_table.num_pages
+
+    def share(table: PageTable, _: Array, pages: Array) -> PageTable:
+        return table.share(pages)
+
+    return by_blocks(page_table, share, page_indices, counts, begin, none, window=window)
 
 
-def _in_blocks(
-    page_table: PageTable,
+Value = TypeVar("Value")
+
+
+def by_blocks(
+    value: Value,
+    change: Callable[[Value, Array, Array], Value],
     page_indices: Array,
     counts: Array,
-    offset,
-    origin: Array,
-    change,
-    window: WindowPages | None,
+    first: Array,
+    none: int,
+    *,
+    step: int = 1,
+    window: WindowPages | None = None,
     size: int = _BLOCK,
-) -> PageTable:
-    """`change(page_table, pages)` for `counts` i32[row] pages of each row, at columns `origin + offset(item)`."""
-    total = jnp.sum(counts, dtype=jnp.int32)
-    none = page_table.num_pages if window is None else window.attached.shape[0]
+) -> Value:
+    """`change(value, row, pages)` for `counts` i32[row] pages of each row, `size` of them at a time.
+
+    Args:
+        change: gets i32[size] each; unused entries of `pages` are `none`.
+        page_indices: i32[row, seq_page]
+        first: i32[row], the column of the first page of each row; the next one is `step` columns further.
+        window: the pages are the window pages of these.
+    """
+    total, size = jnp.sum(counts, dtype=jnp.int32), min(size, page_indices.size)
+    no_page = none if window is None else window.attached.shape[0]
 
     def block(carry):
-        start, page_table = carry
+        start, value = carry
         row, item, valid = ragged_index(counts, start, size)
-        column = gather(origin, row, 0) + offset(item)
-        page = gather(page_indices, (row, column), none)
+        page = gather(page_indices, (row, gather(first, row, 0) + step * item), no_page)
         page = page if window is None else window.of(page)
-        return start + size, change(page_table, jnp.where(valid, page, page_table.num_pages))
+        return start + size, change(value, row, jnp.where(valid, page, none))
 
-    return jax.lax.while_loop(lambda carry: carry[0] < total, block, (jnp.int32(0), page_table))[1]
+    return jax.lax.while_loop(lambda carry: carry[0] < total, block, (jnp.int32(0), value))[1]
 
 
 def free_pages_for_finished(state: DecodeState, finished: Array, reason: Array) -> DecodeState:
@@ -284,7 +309,8 @@ def fork(state: DecodeState, children: Array, parents: Array, lens: Array) -> De
         windows = tuple(
             _reclaimed(each, jnp.where(_is_seen(each, lens, column), pages, none)) for each in state.windows
         )
-        return replace(state, sequences=table, page_table=page_table.share(pages), counters=counters, windows=windows)
+        page_table = share_tails(page_table, table.page_indices, jnp.zeros_like(held), jnp.where(children, held, 0))
+        return replace(state, sequences=table, page_table=page_table, counters=counters, windows=windows)
 
     return run_if(jnp.any(children), share, state)
 
@@ -428,15 +454,23 @@ def _keeps_page(page_table: PageTable, source: Array) -> Array:
     return all_write & (gather(first, source, 0) == place)
 
 
-def _released_by_suffix(pages: Array, page_table: PageTable, rank: Array) -> Array:
+def _released_by_suffix(
+    table: SequenceTable, page_table: PageTable, rank: Array, window: WindowPages | None = None
+) -> Array:
     """Pages that become free if all slots after the first k + 1 release theirs, i32[k].
 
     Args:
-        pages: i32[seq, seq_page], pages of the table that each slot holds; none elsewhere.
         rank: i32[seq], rank of each slot in the order.
+        window: `page_table` is that of its pages.
     """
     num_slots, num_pages = rank.shape[0], page_table.num_pages
-    holder = jnp.broadcast_to(rank[:, None], pages.shape)
-    first = scatter_min(jnp.full(num_pages, num_slots, jnp.int32), pages, holder)
+    begin = jnp.zeros_like(rank) if window is None else _first(table, window)
+    held = jnp.maximum(pages_for(table.num_computed, page_table.page_size) - begin, 0)
+
+    def mark(first: Array, row: Array, pages: Array) -> Array:
+        return scatter_min(first, pages, gather(rank, row, num_slots))
+
+    first = jnp.full(num_pages, num_slots, jnp.int32)
+    first = by_blocks(first, mark, table.page_indices, held, begin, num_pages, window=window, size=_COUNTED)
     freed = scatter_add(jnp.zeros(num_slots, jnp.int32), first, 1)
     return jnp.sum(freed, dtype=jnp.int32) - jnp.cumsum(freed, dtype=jnp.int32)

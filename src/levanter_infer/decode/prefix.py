@@ -27,15 +27,17 @@ from levanter_infer.cache.prefix_table import UNKNOWN, PrefixTable, chained, con
 from levanter_infer.cache.state_snapshots import StateSnapshots
 from levanter_infer.cache.window_pages import WindowPages
 from levanter_infer.decode.codes import DEFAULT_ROOT, RUNNING, is_private_root
-from levanter_infer.decode.paging import page_at, release_tails, share_tails
+from levanter_infer.decode.paging import by_blocks, page_at, release_tails, share_tails
 from levanter_infer.decode.sequence_table import SequenceTable, is_ready
 from levanter_infer.decode.shapes import Shapes
 from levanter_infer.decode.snapshots import NOWHERE, StatePlan
 from levanter_infer.decode.state import DecodeState
 from levanter_infer.kernels.loops import in_blocks, run_if
 
-_WINDOW, _SEEKERS = 32, 64
+_WINDOW, _SEEKERS = 32, 4
 """Pages that a sequence looks up at once, and sequences that do."""
+_INSERTED = 32
+"""Pages that are inserted at once: of 256 sequences with pages of 16 tokens, 16 fill a page in a step."""
 
 
 def match_prefix(state: DecodeState, shapes: Shapes, order: Array) -> tuple[DecodeState, Array, StatePlan | None]:
@@ -170,19 +172,26 @@ def insert_prefix(state: DecodeState, shapes: Shapes, filled: Array, failed: Arr
         return state
     counts = jnp.where(failed | is_private_root(state.sequences.roots), 0, filled)
 
-    def insert(carry: tuple[PrefixTable, StateSnapshots | None]) -> tuple[PrefixTable, StateSnapshots | None]:
-        prefix, snapshots = carry
-        prefix, pages = _insert_pages(replace(state, prefix=prefix), shapes, counts)
-        if snapshots is not None:
-            snapshots = snapshots.follow(prefix, pages)
+    total = jnp.sum(counts, dtype=jnp.int32)
 
-        def without_failed(prefix: PrefixTable) -> PrefixTable:
-            return prefix.hide(jnp.where(failed[:, None], state.sequences.page_indices, prefix.num_pages))
+    def insert(carry: tuple[Array, PrefixTable, StateSnapshots | None]):
+        start, prefix, snapshots = carry
+        prefix, pages = _insert_pages(replace(state, prefix=prefix), counts, start)
+        return start + _INSERTED, prefix, None if snapshots is None else snapshots.follow(prefix, pages)
 
-        return run_if(jnp.any(failed), without_failed, prefix), snapshots
+    carry = (jnp.int32(0), state.prefix, state.snapshots)
+    _, prefix, snapshots = jax.lax.while_loop(lambda carry: carry[0] < total, insert, carry)
 
-    prefix, snapshots = run_if(jnp.any((counts > 0) | failed), insert, (state.prefix, state.snapshots))
-    return replace(state, prefix=prefix, snapshots=snapshots)
+    def without_failed(prefix: PrefixTable) -> PrefixTable:
+        table, none = state.sequences, prefix.num_pages
+        held = jnp.where(failed, table.num_held(shapes.page_size), 0)
+
+        def hide(prefix: PrefixTable, _: Array, pages: Array) -> PrefixTable:
+            return prefix.hide(pages)
+
+        return by_blocks(prefix, hide, table.page_indices, held, jnp.zeros_like(held), none)
+
+    return replace(state, prefix=run_if(jnp.any(failed), without_failed, prefix), snapshots=snapshots)
 
 
 def _seekers(table: SequenceTable, shapes: Shapes, order: Array) -> Array:
@@ -284,8 +293,13 @@ def _waits(state: DecodeState, shapes: Shapes, order: Array) -> tuple[Array, Arr
     other one, i32[seq]."""
     table, size = state.sequences, state.page_table.page_size
     slots = _rows(shapes, order, _shareable(state, _computes(table)) > 0)
-    serials, hashes, tokens = _next_pages(state, slots, 1)
-    page = chained(content_hashes(tokens[:, 0]), jnp.zeros_like(slots), hashes)
+    num_slots = jnp.sum(slots < table.num_slots, dtype=jnp.int32)
+
+    def next_page(rows: Array) -> list[Array]:
+        serials, hashes, tokens = _next_pages(state, slots[rows], 1)
+        return [serials, chained(content_hashes(tokens[:, 0]), jnp.zeros_like(rows), hashes)]
+
+    serials, page = in_blocks(next_page, num_slots, slots.shape[0])
     offset = offset_of(gather(table.num_computed, slots, 0), size)
     index = jnp.arange(slots.shape[0], dtype=jnp.int32)
     seeks = slots < table.num_slots
@@ -297,7 +311,7 @@ def _waits(state: DecodeState, shapes: Shapes, order: Array) -> tuple[Array, Arr
         same &= (offset[None, :] > 0) | (index[None, :] < rows[:, None])
         return [jnp.any(same, axis=1), jnp.argmax(same, axis=1).astype(jnp.int32)]
 
-    has_leader, leader = in_blocks(ahead_of, jnp.sum(seeks, dtype=jnp.int32), slots.shape[0])
+    has_leader, leader = in_blocks(ahead_of, num_slots, slots.shape[0])
     waits = has_leader & (offset == 0)
     leaders = gather(slots, leader, table.num_slots)
     no_leaders = full(table.num_slots, table.num_slots)
@@ -327,22 +341,27 @@ def _partings(state: DecodeState, shapes: Shapes, waits: Array, leaders: Array) 
     return run_if(jnp.any(waits), part, full(waits.shape, NOWHERE))
 
 
-def _insert_pages(state: DecodeState, shapes: Shapes, counts: Array) -> tuple[PrefixTable, Array]:
-    """Returns: the table with the last `counts` i32[seq] full pages of each slot, and these pages, i32[n]."""
+def _insert_pages(state: DecodeState, counts: Array, start: Array) -> tuple[PrefixTable, Array]:
+    """Insert some of the last `counts` i32[seq] full pages of each slot, the `_INSERTED` from number `start` i32[] on.
+
+    Returns: the table with these pages, and they, i32[_INSERTED].
+    Requires: those before `start` are inserted.
+    """
     table, size = state.sequences, state.page_table.page_size
     assert state.prefix is not None
-    slot, item, valid = ragged_index(counts, jnp.int32(0), shapes.max_full_pages)
+    slot, item, valid = ragged_index(counts, start, _INSERTED)
+    # A run that has begun before goes on from its last page.
+    place = jnp.where(valid, item - jnp.where(slot == slot[0], item[0], 0), 0)
     slot = jnp.where(valid, slot, table.num_slots)
-    first = gather(page_of(table.num_computed, size) - counts, slot, 0)
-    column = first + item
+    column = gather(page_of(table.num_computed, size) - counts, slot, 0) + item
     none = state.prefix.num_pages
     pages = jnp.where(valid, gather(table.page_indices, (slot, column), none), none)
     position = column[:, None] * size + jnp.arange(size, dtype=jnp.int32)[None, :]
     prefix = state.prefix.register(
         pages,
-        page_at(table, slot, first - 1),
+        page_at(table, slot, column - place - 1),
         gather(table.roots, slot, DEFAULT_ROOT),
-        jnp.where(valid, item, 0),
+        place,
         gather(table.tokens, (slot[:, None], position), 0),
     )
     return prefix, pages

@@ -168,11 +168,6 @@ class Shapes:
         return -(-self.max_step_tokens // self.page_size) + 2 * self.max_seqs
 
     @property
-    def max_full_pages(self) -> int:
-        """Most pages that one step fills: those of its tokens, and one a row that was partly filled before."""
-        return self.max_step_tokens // self.page_size + self.max_seqs
-
-    @property
     def transfer_pages(self) -> int:
         """Pages that one program moves between pool and host: those of 256 tokens, or of the longest sequence."""
         return max(1, min(256, self.max_seq_len) // self.page_size)

@@ -35,7 +35,7 @@ from levanter_infer.decode.shapes import Shapes
 from levanter_infer.decode.snapshots import keep_states, restore_states, store_states
 from levanter_infer.decode.state import Counters, DecodeState, GenState
 from levanter_infer.kernels import scopes
-from levanter_infer.kernels.loops import run_if
+from levanter_infer.kernels.loops import in_parts, run_if
 from levanter_infer.layers.attention import AttentionSpec
 
 
@@ -47,6 +47,10 @@ class StateMoves(NamedTuple):
     origins: Array
     """i32[seq], the slot that each slot goes on from: another one for a fork that has started, and for a beam that
     continues another."""
+
+
+_COPIED = 16
+"""Pages that are copied on write at once: some forks write in a step, seldom all sequences."""
 
 
 def step(model, state: GenState, ring: OutputRing, shapes: Shapes, attention: AttentionSpec):
@@ -93,12 +97,17 @@ def copy_on_write(state: GenState, source: Array, target: Array, shapes: Shapes)
     Args: state: with the tables in which the targets are allocated.
     """
 
-    def copied(pools):
+    def copy_part(pools: tuple[Cache, ScorePages | None], part: Array):
         cache, scores = pools
-        pairs = _compact(source, target, shapes)
+        pairs = part[:, 0], part[:, 1]
         # A copied page keeps its window page at least until the next step allocates some.
         of_windows = [(each.of(pairs[0]), each.of(pairs[1])) for each in state.decode.windows]
         return cache.copy_pages([pairs, *of_windows]), copy_scores(scores, *pairs)
+
+    def copied(pools: tuple[Cache, ScorePages | None]):
+        pairs = jnp.stack(_compact(source, target, shapes), axis=1)
+        count = jnp.sum(target < shapes.num_pages, dtype=jnp.int32)
+        return in_parts(copy_part, pools, pairs, count, shapes.num_pages, _COPIED)
 
     copies = jnp.any(target < shapes.num_pages)
     return run_if(copies, copied, (state.cache, state.scores))

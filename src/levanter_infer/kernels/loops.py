@@ -55,19 +55,23 @@ _PART = 64
 """Entries that `in_parts` takes at once."""
 
 
-def in_parts(change: Callable[[Value, Array], Value], value: Value, entries: Array, count: Array, none: int) -> Value:
-    """`change(value, part)` for 64 entries after the other, until the first `count` i32[] of `entries` i32[n] are done.
+def in_parts(
+    change: Callable[[Value, Array], Value], value: Value, entries: Array, count: Array, none: int, size: int = _PART
+) -> Value:
+    """`change(value, part)` for `size` entries after the other, until the first `count` i32[] of `entries` i32[n, …]
+    are done.
 
     For tables of which few entries are in use. Requires: `change` does nothing for the others, nor for `none`, with
     which the last part is filled up.
     """
-    if entries.shape[0] <= _PART:
+    if entries.shape[0] <= size:
         return change(value, entries)
-    entries = jnp.pad(entries, (0, -entries.shape[0] % _PART), constant_values=none)
+    missing = [(0, -entries.shape[0] % size)] + [(0, 0)] * (entries.ndim - 1)
+    entries = jnp.pad(entries, missing, constant_values=none)
 
     def part(carry):
         start, value = carry
-        return start + _PART, change(value, jax.lax.dynamic_slice_in_dim(entries, start, _PART))
+        return start + size, change(value, jax.lax.dynamic_slice_in_dim(entries, start, size))
 
     return jax.lax.while_loop(lambda carry: carry[0] < count, part, (jnp.int32(0), value))[1]
 
