@@ -73,6 +73,18 @@ def test_a_table_is_read_at_rows_and_columns(name):
     assert np.asarray(found).tobytes() == np.asarray(expected).tobytes()
 
 
+@pytest.mark.parametrize("name", COLUMNS)
+def test_each_row_of_a_table_is_read_at_a_column_of_its_own(name):
+    column = jnp.asarray(indices(5))
+    table = jnp.asarray(np.stack([np.roll(COLUMNS[name], shift) for shift in range(column.shape[0])]))
+    fill, row = COLUMNS[name][6].item(), jnp.arange(column.shape[0])
+    found, expected = (
+        by_pairs.gather_along(table, column, fill),
+        table.at[row, column].get(mode="fill", fill_value=fill),
+    )
+    assert np.asarray(found).tobytes() == np.asarray(expected).tobytes()
+
+
 def test_what_is_too_long_or_of_other_bits_is_left_to_xla():
     at = jnp.zeros(8, jnp.int32)
     assert not by_pairs.compares(jnp.zeros(5000, jnp.int32), at)

@@ -11,7 +11,7 @@ from tests.decode.driver import SHAPES, Driver
 from tests.decode.workloads import run_workload
 
 
-@pytest.mark.parametrize("inserted, window, seekers", [(32, 32, 4), (2, 1, 1)])
+@pytest.mark.parametrize("inserted, window, seekers", [(24, 32, 4), (2, 1, 1)])
 def test_workloads_with_shared_beginnings_have_the_hits_and_misses_of_the_model(monkeypatch, inserted, window, seekers):
     """Also where the pages of a step are inserted in several parts, and looked up one by one."""
     monkeypatch.setattr(prefix, "_INSERTED", inserted)

@@ -54,13 +54,19 @@ def gather(array: Array, index: Array, fill) -> Array:
 
 def gather_at(array: Array, row: Array, column: Array, fill) -> Array:
     """`array[row, column]`, [m], as `gather`. Args: array: [rows, columns]; row, column: i32[m]."""
-    num_rows, num_columns = array.shape
-    row, column = _counted(row, num_rows), _counted(column, num_columns)
-    rows = _as_ints(array).at[row].get(mode="clip")
-    is_own = _iota(rows.shape, 1) == column[:, None]
-    found = jnp.sum(jnp.where(is_own, rows, 0), axis=1, dtype=jnp.int32)
-    exists = (row >= 0) & (row < num_rows) & (column >= 0) & (column < num_columns)
-    return _filled(_from_ints(found, array.dtype), exists, fill)
+    num_rows = array.shape[0]
+    row = _counted(row, num_rows)
+    found = gather_along(array.at[row].get(mode="clip"), column, fill)
+    return _filled(found, (row >= 0) & (row < num_rows), fill)
+
+
+def gather_along(array: Array, column: Array, fill) -> Array:
+    """`array[i, column[i]]` for each row i, as `gather`. Args: array: [rows, columns]; column: i32[rows]."""
+    num_columns = array.shape[1]
+    column = _counted(column, num_columns)
+    is_own = _iota(array.shape, 1) == column[:, None]
+    found = jnp.sum(jnp.where(is_own, _as_ints(array), 0), axis=1, dtype=jnp.int32)
+    return _filled(_from_ints(found, array.dtype), (column >= 0) & (column < num_columns), fill)
 
 
 def scatter(array: Array, index: Array, values: Array) -> Array:

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from levanter_infer.cache.arrays import gather, replace, scatter, scatter_add, scatter_max, scatter_min
+from levanter_infer.cache.arrays import gather, gather_along, replace, scatter, scatter_add, scatter_max, scatter_min
 from levanter_infer.cache.page_math import offset_of, page_of, pages_for
 from levanter_infer.cache.page_table import PageTable, ragged_index
 from levanter_infer.cache.prefix_table import PrefixTable
@@ -34,15 +34,15 @@ _BEHIND = 128
 def pages_needed(state: DecodeState, take: Array) -> tuple[Array, Array]:
     """Pages that each slot needs to compute `take` more tokens.
 
-    Returns: i32[seq], new pages to append; bool[seq], whether the first page it writes is shared, so that it may have
-        to be copied.
+    Returns: i32[seq], new pages to append; i32[seq], the first page that it writes if that is shared, so that it may
+        have to be copied, else none.
     """
-    table, size = state.sequences, state.page_table.page_size
-    computed = table.num_computed
+    table, page_table = state.sequences, state.page_table
+    computed, size, none = table.num_computed, page_table.page_size, page_table.num_pages
     new = pages_for(computed + take, size) - pages_for(computed, size)
-    tail = page_at(table, _all_slots(table), page_of(computed, size))
-    shared = gather(state.page_table.ref_counts, tail, 0) > 1
-    return new, (take > 0) & (offset_of(computed, size) != 0) & shared
+    tail = gather_along(table.page_indices, page_of(computed, size), none)
+    is_shared = (take > 0) & (offset_of(computed, size) != 0) & (gather(page_table.ref_counts, tail, 0) > 1)
+    return new, jnp.where(is_shared, tail, none)
 
 
 def preempt(state: DecodeState, order: Array, take: Array) -> tuple[DecodeState, Array, tuple[Array, Array]]:
@@ -54,7 +54,7 @@ def preempt(state: DecodeState, order: Array, take: Array) -> tuple[DecodeState,
     Returns: the new state, `take` with 0 for the preempted sequences, and the `pages_needed` for it.
     """
     new, shared = pages_needed(state, take)
-    need = new + shared.astype(jnp.int32)
+    need = new + (shared < state.page_table.num_pages).astype(jnp.int32)
     short = jnp.sum(need, dtype=jnp.int32) > state.num_free
 
     def body(carry):
@@ -98,9 +98,8 @@ def allocate_pages(state: DecodeState, shapes: Shapes, needed: tuple[Array, Arra
     """
     table, page_table = state.sequences, state.page_table
     size, num_pages = page_table.page_size, page_table.num_pages
-    new, shared = needed
-    slots, first = _all_slots(table), page_of(table.num_computed, size)
-    source = jnp.where(shared, page_at(table, slots, first), num_pages)
+    new, source = needed
+    first, shared = page_of(table.num_computed, size), source < num_pages
     copies = shared & ~run_if(jnp.any(shared), lambda _: _keeps_page(page_table, source), jnp.zeros_like(shared))
 
     counts = new + copies.astype(jnp.int32)
@@ -112,7 +111,7 @@ def allocate_pages(state: DecodeState, shapes: Shapes, needed: tuple[Array, Arra
     source = jnp.where(copies, source, num_pages)
 
     def copied(carry: tuple[PageTable, Array]) -> tuple[PageTable, Array]:
-        target = jnp.where(copies, page_at(replace(table, page_indices=page_indices), slots, first), num_pages)
+        target = jnp.where(copies, gather_along(page_indices, first, num_pages), num_pages)
         # A copied page keeps at least one reference: `_keeps_page` leaves it to one of its holders.
         return replace(carry[0], ref_counts=scatter_add(carry[0].ref_counts, source, -1)), target
 
@@ -434,10 +433,6 @@ def _attached(window: WindowPages, pages: Array, count: Array, copied: Array) ->
     # Other holders may have left a copied page behind, so that its window page becomes free, unlike the page itself.
     is_any = jnp.any(before < window.num_pages)
     return replace(window, table=run_if(is_any, lambda table: table.release(before), window.table))
-
-
-def _all_slots(table: SequenceTable) -> Array:
-    return jnp.arange(table.num_slots, dtype=jnp.int32)
 
 
 def _keeps_page(page_table: PageTable, source: Array) -> Array:

@@ -36,8 +36,9 @@ from levanter_infer.kernels.loops import in_blocks, run_if
 
 _WINDOW, _SEEKERS = 32, 4
 """Pages that a sequence looks up at once, and sequences that do."""
-_INSERTED = 32
-"""Pages that are inserted at once: of 256 sequences with pages of 16 tokens, 16 fill a page in a step."""
+_INSERTED = 24
+"""Pages that are inserted at once: of 256 sequences with pages of 16 tokens, 16 fill a page in a step, seldom more than
+24."""
 
 
 def match_prefix(state: DecodeState, shapes: Shapes, order: Array) -> tuple[DecodeState, Array, StatePlan | None]:
