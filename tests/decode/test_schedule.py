@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from levanter_infer.cache.arrays import replace
+from levanter_infer.decode import paging
 from levanter_infer.decode.admission_policy import update_length_estimate
 from levanter_infer.decode.codes import FINISHED, FREE, LENGTH, RUNNING, WAITING
 from levanter_infer.decode.schedule import start_waiting
@@ -99,3 +100,16 @@ def test_the_expected_share_follows_what_sequences_generate():
     for _ in range(200):
         state = learn(state, two)
     assert float(state.generated_share) == pytest.approx(0.375, abs=1e-3)
+
+
+@pytest.mark.parametrize("most", [1, 5, 60])
+def test_a_tpu_enters_pages_into_the_table_as_others_do(most):
+    rng, (slots, columns), num_pages = np.random.default_rng(most), (9, 80), 1000
+    for _ in range(4):
+        begin = rng.integers(0, columns - most, slots)
+        counts = np.where(rng.random(slots) < 0.7, rng.integers(0, most + 1, slots), 0)
+        pages = np.full(slots * most + 3, num_pages)
+        pages[: counts.sum()] = rng.permutation(num_pages)[: counts.sum()]
+        table = rng.integers(0, num_pages, (slots, columns))
+        arguments = [jnp.asarray(array, jnp.int32) for array in (table, begin, counts, pages)]
+        np.testing.assert_array_equal(paging._entered_by_row(*arguments), paging._entered_by_page(*arguments))

@@ -27,6 +27,8 @@ _BLOCK = 256
 were there."""
 _COUNTED = 4096
 """Pages per trip where those of all sequences are counted."""
+_ENTERED = 64
+"""Pages of prompt chunks per trip that are entered into a page table: those of 1,024 tokens with pages of 16."""
 _BEHIND = 128
 """Window pages left behind per trip: those of one step."""
 
@@ -129,22 +131,33 @@ def allocate_pages(state: DecodeState, shapes: Shapes, needed: tuple[Array, Arra
 def _entered(page_indices: Array, begin: Array, counts: Array, pages: Array) -> Array:
     """`page_indices` [seq, seq_page] with the next `counts` i32[seq] of `pages` in each row, from the column `begin`
     i32[seq] on. Requires: `begin >= 0`, and no more pages than there are."""
+    return jax.lax.platform_dependent(page_indices, begin, counts, pages, tpu=_entered_by_row, default=_entered_by_page)
 
-    def by_page(page_indices: Array, begin: Array, counts: Array, pages: Array, first: int = 0) -> Array:
-        """Args: first: of the pages of each row that are entered, the number of those before it that are not."""
-        slot, item, valid = ragged_index(counts, jnp.int32(0), pages.shape[0])
-        row = jnp.where(valid & (item >= first), slot, counts.shape[0])
-        return scatter(page_indices, (row, gather(begin, slot, 0) + item), pages)
 
-    def by_row(page_indices: Array, begin: Array, counts: Array, pages: Array) -> Array:
-        # A TPU writes a table faster than a few hundred of its numbers. Decode tokens need one page each.
-        first = gather(pages, jnp.cumsum(counts, dtype=jnp.int32) - counts)
-        column = jax.lax.broadcasted_iota(jnp.int32, page_indices.shape, 1)
-        is_first = (column == begin[:, None]) & (counts > 0)[:, None]
-        page_indices = jnp.where(is_first, first[:, None], page_indices)
-        return run_if(jnp.any(counts > 1), lambda found: by_page(found, begin, counts, pages, 1), page_indices)
+def _entered_by_page(page_indices: Array, begin: Array, counts: Array, pages: Array) -> Array:
+    slot, item, valid = ragged_index(counts, jnp.int32(0), pages.shape[0])
+    row = jnp.where(valid, slot, counts.shape[0])
+    return scatter(page_indices, (row, gather(begin, slot, 0) + item), pages)
 
-    return jax.lax.platform_dependent(page_indices, begin, counts, pages, tpu=by_row, default=by_page)
+
+def _entered_by_row(page_indices: Array, begin: Array, counts: Array, pages: Array) -> Array:
+    """A TPU writes a table faster than a few hundred of its numbers. Decode tokens need one page each."""
+    before = jnp.cumsum(counts, dtype=jnp.int32) - counts
+    column = jax.lax.broadcasted_iota(jnp.int32, page_indices.shape, 1)
+    is_first = (column == begin[:, None]) & (counts > 0)[:, None]
+    page_indices = jnp.where(is_first, gather(pages, before)[:, None], page_indices)
+    others = jnp.maximum(counts - 1, 0)
+    total = jnp.sum(others, dtype=jnp.int32)
+
+    def enter_others(carry: tuple[Array, Array]) -> tuple[Array, Array]:
+        start, page_indices = carry
+        slot, item, valid = ragged_index(others, start, _ENTERED)
+        own = gather(pages, gather(before, slot, 0) + 1 + item)
+        row = jnp.where(valid, slot, counts.shape[0])
+        return start + _ENTERED, scatter(page_indices, (row, gather(begin, slot, 0) + 1 + item), own)
+
+    carry = jnp.int32(0), page_indices
+    return jax.lax.while_loop(lambda carry: carry[0] < total, enter_others, carry)[1]
 
 
 def count_taken(state: DecodeState, pages: Array, count: Array) -> DecodeState:
