@@ -66,7 +66,7 @@ class PrefixModel:
             self.pages = {text: other for text, other in self.pages.items() if other != page}
 
     def register(self, rows: list[tuple[Slot, list[int]]]) -> None:
-        """Rows of a slot and the columns of the pages that it has filled; a part of the pages after the other."""
+        """Register the columns that each slot has filled, `_INSERTED` pages at a time."""
         pages = [(slot, column) for slot, columns in rows for column in columns]
         for start in range(0, len(pages), prefix._INSERTED):
             part = pages[start : start + prefix._INSERTED]

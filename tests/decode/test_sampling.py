@@ -23,6 +23,8 @@ from levanter_infer.decode.sampling_draw import draw, num_words, random_words, r
 from levanter_infer.decode.sampling_filters import filter_thresholds, float_keys, key_floats
 from levanter_infer.engine.params import SamplingParams
 from levanter_infer.kernels.registry import make_backend
+from levanter_infer.kernels.xla.backend import XlaBackend
+from levanter_infer.layers.shard_axis import ShardAxis, Vocabulary
 from levanter_infer.structured.automaton import forced_tokens, packed
 from tests.decode.sampling_oracle import EOS, chi_square_p, distribution, limits_for, table_of
 
@@ -442,3 +444,28 @@ def test_a_forced_row_gets_what_masking_and_drawing_would_give_it(backend):
         alone = np.flatnonzero(possible & (forced < VOCAB))
         np.testing.assert_array_equal(np.asarray(ours.tokens)[alone], only[alone])
         np.testing.assert_array_equal(np.asarray(ours.processed_logprobs)[alone], 0)
+
+
+@pytest.mark.parametrize("name", ["cpu", "tpu_interpret", "gpu_interpret"])
+def test_a_part_of_the_vocabulary_that_is_nan_makes_its_rows_not_finite(name):
+    """While one in which no token is possible counts for nothing."""
+    backend = make_backend(name)
+    whole = np.random.default_rng(0).normal(size=(2, 4, 640)).astype(np.float32)
+    whole[1, 0], whole[1, 1] = -np.inf, np.nan
+    whole[1, 2], whole[0, 2, 7] = -np.inf, np.nan
+    parts = [backend.logit_stats(jnp.asarray(part), jnp.int32(4)) for part in whole]
+
+    class OfParts(XlaBackend):
+        def logit_stats(self, logits, num_rows):
+            own = jax.lax.axis_index("model")
+            peak, total, best = (jnp.stack(each)[own] for each in zip(*parts, strict=True))
+            return peak, total, best
+
+    def merged(logits):
+        stats = LogitStats.of_kernel(OfParts(), logits, jnp.int32(4), Vocabulary(1280, ShardAxis("model", 2)))
+        assert stats is not None
+        return stats.total
+
+    totals = np.asarray(jax.vmap(merged, axis_name="model")(jnp.asarray(whole)))
+    assert (totals > 0).tolist() == [[True, False, False, True]] * 2
+    np.testing.assert_allclose(totals[:, 0], LogitStats.of(jnp.asarray(whole[0])).total[0], rtol=1e-6)

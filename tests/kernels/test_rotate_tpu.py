@@ -68,6 +68,15 @@ def test_the_kernel_rotates_and_stores_as_xla_does(monkeypatch, tokens, q_heads,
         assert np.mean(np.asarray(own != xlas)) < 1e-3  # a sum that is rounded once may be another bfloat16
 
 
+@pytest.mark.parametrize("q_heads, kv_heads", [(8, 1), (8, 2), (16, 1), (32, 1), (32, 8), (40, 5), (64, 4), (24, 3)])
+def test_queries_of_a_device_are_rotated_by_the_kernel(q_heads, kv_heads):
+    """Heads of a device with and without tensor parallelism, and the steps of engines."""
+    for tokens in (16, 64, 128, 256, 512, 1024, 2048, 8192):
+        sides = [jax.ShapeDtypeStruct((tokens, heads, 128), jnp.bfloat16) for heads in (q_heads, kv_heads)]
+        angles = jax.ShapeDtypeStruct((tokens, 64), jnp.float32)
+        assert kv_write.rotates(*sides, Rotation(angles, angles), jnp.dtype(jnp.bfloat16)), tokens
+
+
 def test_the_backend_stores_what_it_rotates():
     write = write_of(32, 8, 2)
     backend = TpuBackend()
@@ -86,7 +95,7 @@ def test_the_backend_stores_what_it_rotates():
     "sizes, is_apart",
     [
         ((24, 8, 2), False),
-        ((256, 128, 16), False),
+        ((256, 256, 8), False),
         ((32, 4, 2), False),
         ((32, 8, 2, jnp.float32), False),
         ((32, 8, 2, jnp.bfloat16, 64), False),

@@ -54,8 +54,8 @@ def host_call(state: DecodeState, shapes: Shapes, terms: HostTerms | None) -> Ar
     table, free = state.sequences, state.page_table.num_free
     running = table.is_status(RUNNING)
     pending = jnp.where(running, table.seq_lens - table.num_computed, 0)
-    new, shared = pages_needed(state, jnp.minimum(pending, shapes.max_step_tokens))
-    need = jnp.sum(new, dtype=jnp.int32) + jnp.sum(shared < shapes.num_pages, dtype=jnp.int32)
+    new, source = pages_needed(state, jnp.minimum(pending, shapes.max_step_tokens))
+    need = jnp.sum(new, dtype=jnp.int32) + jnp.sum(source < shapes.num_pages, dtype=jnp.int32)
     short = jnp.minimum(need, shapes.max_new_pages) > state.num_free
 
     first = jnp.any(table.is_status(SWAPPED)) & ~jnp.any(is_ready(table) & precede(table, SWAPPED))

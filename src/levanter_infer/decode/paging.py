@@ -23,10 +23,10 @@ from levanter_infer.decode.state import DecodeState
 from levanter_infer.kernels.loops import in_parts, run_if
 
 _BLOCK = 256
-"""Pages shared or released per trip of a loop: those of one or two sequences. A TPU takes as long for each as if it
-were there."""
+"""Pages that a trip of a loop shares or releases: those of one or two sequences. A TPU takes as long for an unused
+entry as for a page."""
 _COUNTED = 4096
-"""Pages per trip where those of all sequences are counted."""
+"""Pages per trip of `_released_by_suffix`, which reads those of all sequences."""
 _ENTERED = 64
 """Pages of prompt chunks per trip that are entered into a page table: those of 1,024 tokens with pages of 16."""
 _BEHIND = 128
@@ -55,8 +55,8 @@ def preempt(state: DecodeState, order: Array, take: Array) -> tuple[DecodeState,
 
     Returns: the new state, `take` with 0 for the preempted sequences, and the `pages_needed` for it.
     """
-    new, shared = pages_needed(state, take)
-    need = new + (shared < state.page_table.num_pages).astype(jnp.int32)
+    new, source = pages_needed(state, take)
+    need = new + (source < state.page_table.num_pages).astype(jnp.int32)
     short = jnp.sum(need, dtype=jnp.int32) > state.num_free
 
     def body(carry):
@@ -87,7 +87,7 @@ def preempt(state: DecodeState, order: Array, take: Array) -> tuple[DecodeState,
         state, take = replace(state, sequences=table), jnp.where(stops, 0, take)
         return state, take, pages_needed(state, take)
 
-    return run_if(short, body, (state, take, (new, shared)))
+    return run_if(short, body, (state, take, (new, source)))
 
 
 def allocate_pages(state: DecodeState, shapes: Shapes, needed: tuple[Array, Array]) -> tuple[DecodeState, Array, Array]:
@@ -258,9 +258,10 @@ def by_blocks(
     """`change(value, row, pages)` for `counts` i32[row] pages of each row, `size` of them at a time.
 
     Args:
-        change: gets i32[size] each; unused entries of `pages` are `none`.
+        change: gets i32[size] each; in unused entries `row` is the number of rows, and `pages` is `none`.
         page_indices: i32[row, seq_page]
         first: i32[row], the column of the first page of each row; the next one is `step` columns further.
+        none: the number that stands for no page.
         window: the pages are the window pages of these.
     """
     total, size = jnp.sum(counts, dtype=jnp.int32), min(size, page_indices.size)

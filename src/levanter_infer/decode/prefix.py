@@ -343,10 +343,11 @@ def _partings(state: DecodeState, shapes: Shapes, waits: Array, leaders: Array) 
 
 
 def _insert_pages(state: DecodeState, counts: Array, start: Array) -> tuple[PrefixTable, Array]:
-    """Insert some of the last `counts` i32[seq] full pages of each slot, the `_INSERTED` from number `start` i32[] on.
+    """Insert up to `_INSERTED` of the last `counts` i32[seq] full pages of each slot, from the page numbered `start`
+    i32[] on.
 
-    Returns: the table with these pages, and they, i32[_INSERTED].
-    Requires: those before `start` are inserted.
+    Returns: the table with these pages, and the pages, i32[_INSERTED].
+    Requires: the pages before `start` have been inserted.
     """
     table, size = state.sequences, state.page_table.page_size
     assert state.prefix is not None

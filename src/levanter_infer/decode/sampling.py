@@ -71,8 +71,8 @@ class LogitStats(eqx.Module):
             return None if found is None else LogitStats(*found)
         own, total, best = found
         peak = vocab.shard_axis.max(own)
-        # A part in which all logits are -inf has no sum, or a sum of NaN.
-        merged = jnp.where((own == -jnp.inf) & (peak > -jnp.inf), 0, total * jnp.exp(own - peak))
+        # In a part in which all logits are -inf there is nothing to add, and -inf less -inf would be NaN.
+        merged = jnp.where(total == 0, 0, total * jnp.exp(own - peak))
         return LogitStats(peak, vocab.shard_axis.sum(merged), vocab.first_of_parts(best, own == peak))
 
 

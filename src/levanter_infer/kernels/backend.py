@@ -348,7 +348,8 @@ class Backend(ABC):
 
     @abstractmethod
     def logit_stats(self, logits: Array, num_rows: Array) -> tuple[Array, Array, Array] | None:
-        """The largest logit of each row of f32[row, vocab], the sum of e^(logit - largest), and the first index of the
+        """The largest logit of each row of f32[row, vocab], for which NaN is passed over; the sum of e^(logit -
+        largest), which is NaN where a logit is NaN or +inf, and 0 where all are -inf; and the first index of the
         largest. None: there is no kernel for it, and sampling computes them in XLA."""
 
     def masked_logits(self, logits: Array, masks: Array, masked: Array, num_rows: Array) -> Array | None:

@@ -58,8 +58,8 @@ _PART = 64
 def in_parts(
     change: Callable[[Value, Array], Value], value: Value, entries: Array, count: Array, none: int, size: int = _PART
 ) -> Value:
-    """`change(value, part)` for `size` entries after the other, until the first `count` i32[] of `entries` i32[n, …]
-    are done.
+    """`change(value, part)` for `size` consecutive entries at a time, until the first `count` i32[] of `entries`
+    i32[n, …] are done.
 
     For tables of which few entries are in use. Requires: `change` does nothing for the others, nor for `none`, with
     which the last part is filled up.

@@ -343,8 +343,8 @@ def logit_stats(logits: Array, num_rows: Array, *, isa_name: str | None = None) 
     Args:
         logits: f32[row, vocab]
         num_rows: i32[], rows in use; the others get 0, 1 and 0.
-    Returns: the largest logit f32[row]; the sum of e^(logit - largest) f32[row], NaN where a logit is NaN or +inf or
-        all are -inf; and the first index of the largest i32[row].
+    Returns: the largest logit f32[row]; the sum of e^(logit - largest) f32[row], NaN where a logit is NaN or +inf and
+        0 where all are -inf; and the first index of the largest i32[row].
     """
     rows = logits.shape[0]
     results = [jax.ShapeDtypeStruct((rows,), dtype) for dtype in (jnp.float32, jnp.float32, jnp.int32)]

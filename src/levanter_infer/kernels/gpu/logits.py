@@ -22,7 +22,7 @@ def logit_stats(logits: Array, *, interpret: bool = False) -> tuple[Array, Array
     Args:
         logits: f32[row, vocab]
         interpret: run in Pallas' interpreter, on any platform, slowly; for tests.
-    Returns: the largest logit, the sum of e^(logit - largest), NaN where a logit is NaN or +inf or all are -inf, and
+    Returns: the largest logit, the sum of e^(logit - largest), NaN where a logit is NaN or +inf and 0 where all are -inf, and
         the first index of the largest.
     """
     rows, vocab = logits.shape
@@ -72,5 +72,5 @@ def _combine(stats: _Stats, peak_ref, total_ref, best_ref, *, vocab: int) -> Non
     best = jnp.min(jnp.where(peaks == peak, load(stats.best, vocab), jnp.int32(vocab)))
     nothing = peak <= f32(_LEAST)
     peak_ref[row] = jnp.where(nothing, f32(-jnp.inf), peak)
-    total_ref[row] = jnp.where(nothing, f32(jnp.nan), total)
+    total_ref[row] = total
     best_ref[row] = jnp.minimum(best, vocab - 1)

@@ -8,8 +8,8 @@ waited for, changed and stored.
 The tokens of prompt chunks that go to one tile-high *stretch* of a page are written together, in the same way. Their
 stretches take turns in a ring of buffers: while one is changed, others are on their way in or out.
 
-To start a copy takes scalars alone, and to rotate queries and keys vectors: `rotate_and_write` does both in the same
-bundles.
+Starting a copy takes scalar instructions alone, and rotating queries and keys takes vector instructions:
+`rotate_and_write` has both in the same bundles.
 """
 
 import dataclasses
@@ -34,6 +34,8 @@ _GROUP = 8
 """Decode tokens of a group."""
 _STEP_BYTES = 2**20
 """Bytes of the new tokens of a grid step, in 32 bits, at most. A grid step ends with a wait for HBM."""
+_STEP_TOKENS = 512
+"""New tokens of a grid step, at most, so that their queries fit beside them."""
 _RING_BYTES = 2**19
 """Bytes of the stretches in the ring, of which there are at least 8: half of them are on their way in, which hides the
 latency of HBM if they are many."""
@@ -79,9 +81,12 @@ class _Sizes:
 
 
 def block_of(num_tokens: int, slabs: int) -> int:
-    """New tokens per grid step, of tokens that have so many slabs; whole groups, as many in each step as go."""
+    """New tokens per grid step, of tokens that have so many slabs: whole groups, the same number in every step if there
+    is one that divides them and is not much smaller than the largest."""
     groups = -(-num_tokens // _GROUP)
-    steps = -(-groups // max(1, _STEP_BYTES // (slabs * LANES * 4 * _GROUP)))
+    most = max(1, min(_STEP_BYTES // (slabs * LANES * 4), _STEP_TOKENS) // _GROUP)
+    fewest = -(-groups // most)
+    steps = next((steps for steps in range(fewest, 2 * fewest + 1) if groups % steps == 0), fewest)
     return -(-groups // steps) * _GROUP
 
 
@@ -204,10 +209,9 @@ def rotate_and_write(
 
     def kernel(scalars, q, k, v, cos, sin, _, pool, rotated, scratch, packed, wide):
         refs = rotate.Refs(q, k, v, cos, sin, rotated, packed, wide)
-        beside = _Beside(
-            trip // _GROUP, lambda number: rotate.rotate_tokens(refs, number * trip, trip, rotation.query_factor)
-        )
-        _write(scalars, packed, pool, scratch, sizes, beside)
+        factor = rotation.query_factor
+        turn = _Interleaved(trip // _GROUP, lambda number: rotate.rotate_tokens(refs, number * trip, trip, factor))
+        _write(scalars, packed, pool, scratch, sizes, turn)
 
     inputs = [*(side.reshape(num_tokens, -1) for side in sides), rotation.cos, rotation.sin]
     rotated = jax.ShapeDtypeStruct(q.shape, q.dtype)
@@ -216,7 +220,10 @@ def rotate_and_write(
         pltpu.VMEM((rotate.wide_rows(sizes.block, q_heads, kv_heads), LANES), jnp.float32),
     ]
     scalars = _Scalars(plan, layer.reshape(1))
-    pages, queries = _call("rotate_and_write", kernel, pages, scalars, inputs, [rotated], buffers, sizes, interpret)
+    limit = rotate.vmem_limit(sizes.block, q_heads, kv_heads)
+    pages, queries = _call(
+        "rotate_and_write", kernel, pages, scalars, inputs, [rotated], buffers, sizes, interpret, limit
+    )
     return queries, pages
 
 
@@ -236,6 +243,7 @@ def _call(
     buffers: Sequence[Any],
     sizes: _Sizes,
     interpret: Any,
+    vmem_limit: int | None = None,
 ) -> list[Array]:
     """`kernel(scalars, *inputs, _, pool, *outputs, scratch, *buffers)` for each grid step, with its part of the first
     axis of inputs and outputs.
@@ -275,7 +283,9 @@ def _call(
         ),
         input_output_aliases={len(jax.tree.leaves(scalars)) + len(inputs): 0},
         # Destinations beyond the pool are skipped.
-        compiler_params=pltpu.CompilerParams(disable_bounds_checks=True, disable_semaphore_checks=True),
+        compiler_params=pltpu.CompilerParams(
+            disable_bounds_checks=True, disable_semaphore_checks=True, vmem_limit_bytes=vmem_limit
+        ),
         name=name,
         interpret=interpret,
     )(scalars, *inputs, pages.reshape(by_word))
@@ -294,20 +304,22 @@ def _div(x, size: int):
     return x >> (size.bit_length() - 1) if size & (size - 1) == 0 else jax.lax.div(x, jnp.int32(size))
 
 
-class _Beside(NamedTuple):
-    """Work that is done while copies are started, for all tokens of a grid step."""
+class _Interleaved(NamedTuple):
+    """Work on all tokens of a grid step that is done between the starts of copies."""
 
     groups: int
     """Groups of tokens per trip."""
-    act: Callable[[Any], None]
-    """Act on a trip's tokens. Args: the trip's number, i32[]."""
+    run: Callable[[Any], None]
+    """Do the work on a trip's tokens. Args: the trip's number, i32[]."""
 
 
-def _write(scalars: _Scalars, new, pool, scratch: _Scratch, sizes: _Sizes, beside: _Beside | None = None) -> None:
-    """Write the tokens of a grid step. Args: beside: is done before `new` is read."""
+def _write(
+    scalars: _Scalars, new, pool, scratch: _Scratch, sizes: _Sizes, interleaved: _Interleaved | None = None
+) -> None:
+    """Write the tokens of a grid step. Args: interleaved: is done before `new` is read."""
     first_page = scalars.layer[0] * sizes.num_pages
     arguments = scalars, new, pool.at[pl.ds(first_page, sizes.num_pages)], scratch, sizes
-    write_groups, wait_groups = _groups(*arguments, beside)
+    write_groups, wait_groups = _groups(*arguments, interleaved)
     write_stretches = _stretches(*arguments)
     write_groups()
     write_stretches()
@@ -371,7 +383,7 @@ def _put_group(words, group, codes: Array, places, sizes: _Sizes) -> None:
     store_words(words, (group,), codes, interpreted=sizes.interpreted)
 
 
-def _groups(scalars: _Scalars, new, layer, scratch: _Scratch, sizes: _Sizes, beside: _Beside | None):
+def _groups(scalars: _Scalars, new, layer, scratch: _Scratch, sizes: _Sizes, interleaved: _Interleaved | None):
     """Functions that write the groups of decode tokens, and that wait for it."""
     words, in_sem, out_sem = scratch.words, scratch.word_in_sem, scratch.word_out_sem
     plan, first_token = scalars.plan, pl.program_id(0) * sizes.block
@@ -408,7 +420,7 @@ def _groups(scalars: _Scalars, new, layer, scratch: _Scratch, sizes: _Sizes, bes
         return carry
 
     def write():
-        _start(load, count, sizes.groups, beside)
+        _start(load, count, sizes.groups, interleaved)
         jax.lax.fori_loop(0, count, change, 0)
 
     def wait_stored(group, carry):
@@ -418,27 +430,27 @@ def _groups(scalars: _Scalars, new, layer, scratch: _Scratch, sizes: _Sizes, bes
     return write, lambda: jax.lax.fori_loop(0, count, wait_stored, 0)
 
 
-def _start(load: Callable, count: Array, groups: int, beside: _Beside | None) -> None:
-    """`load` each of the first `count` of all `groups`, and do what is `beside`."""
-    if beside is None:
+def _start(load: Callable, count: Array, groups: int, interleaved: _Interleaved | None) -> None:
+    """`load` each of the first `count` of all `groups`, between the trips of what is `interleaved`."""
+    if interleaved is None:
         jax.lax.fori_loop(0, count, load, 0)
         return
-    act, per_trip = beside.act, beside.groups
+    run, per_trip = interleaved.run, interleaved.groups
     full_trips = _div(count, per_trip)
 
-    def act_only(trip, carry):
-        act(trip)
+    def run_only(trip, carry):
+        run(trip)
         return carry
 
-    def act_and_load(trip, carry):
-        act(trip)
+    def run_and_load(trip, carry):
+        run(trip)
         for group in range(per_trip):
             load(trip * per_trip + group, carry)
         return carry
 
-    jax.lax.fori_loop(0, full_trips, act_and_load, 0)
+    jax.lax.fori_loop(0, full_trips, run_and_load, 0)
     jax.lax.fori_loop(full_trips * per_trip, count, load, 0)
-    jax.lax.fori_loop(full_trips, groups // per_trip, act_only, 0)
+    jax.lax.fori_loop(full_trips, groups // per_trip, run_only, 0)
 
 
 def _stretches(scalars: _Scalars, new, layer, scratch: _Scratch, sizes: _Sizes):

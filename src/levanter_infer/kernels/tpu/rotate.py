@@ -2,8 +2,8 @@
 
 A matmul gives a token's heads side by side in lanes, eight or sixteen tokens in a register; attention reads a token's
 heads one below the other. XLA transposes the queries, rotates them, and transposes them back, and takes four more
-copies for keys and values. Here each head is rotated as it comes, by one exchange of the halves of its lanes, and
-stored with a stride of a token's heads.
+copies for keys and values. Here each head is rotated as it comes, by one exchange of the halves of its lanes. Eight
+heads at a time are stored with a stride of eight rows, and copied to the rows of their tokens.
 """
 
 import math
@@ -16,16 +16,19 @@ from jax.experimental.pallas import tpu as pltpu
 
 from levanter_infer.kernels.call import Rotation
 from levanter_infer.kernels.tpu.pool import LANES
+from levanter_infer.kernels.tpu.tiling import generation
 
 _TRIP, _LEAST_TRIP = 64, 16
 """Tokens per trip of a loop, at most and at least: enough that the lanes of one are exchanged while others are
 stored, and whole registers of 16 bits."""
 _TRIP_HEADS = 32
-"""Query heads up to which a trip has so many tokens; with more it has half as many."""
+"""Query heads up to which a trip has `_TRIP` tokens; with more heads it has half as many."""
 _ROWS = 8
 """Query heads of a token have to fill whole registers, or XLA would store them otherwise than the kernel."""
-_MAX_BYTES = 12 * 2**20
-"""Bytes in VMEM of the tokens of a grid step, most of which are there twice."""
+_DEFAULT_BYTES, _MORE_BYTES = 16 * 2**20, 32 * 2**20
+"""VMEM that a kernel has by default, which is all that a core of v4 has, and that it asks for if its tokens need it."""
+_SHARE = 0.75
+"""Share of these that the tokens of a grid step may take."""
 
 
 def trip_of(block: int, q_heads: int) -> int:
@@ -38,13 +41,25 @@ def wide_rows(block: int, q_heads: int, kv_heads: int) -> int:
     return trip_of(block, q_heads) * (q_heads + 2 * kv_heads)
 
 
+def step_bytes(block: int, q_heads: int, kv_heads: int) -> int:
+    """VMEM that a grid step of `block` tokens takes: queries, keys and values twice each, as they come and go, their
+    angles, and keys and values in float32 and as words."""
+    return LANES * (block * (8 * q_heads + 20 * kv_heads + 16) + 4 * wide_rows(block, q_heads, kv_heads))
+
+
+def vmem_limit(block: int, q_heads: int, kv_heads: int) -> int | None:
+    """The VMEM that the kernel asks for; None: the compiler's default."""
+    return None if step_bytes(block, q_heads, kv_heads) <= _SHARE * _DEFAULT_BYTES else _MORE_BYTES
+
+
 def supports(q: Array, k: Array, rotation: Rotation, kv_dtype: jnp.dtype, block: int) -> bool:
     """Whether `rotate_tokens` takes these in grid steps of `block` tokens. Args: q, k: [T, heads, D]."""
     (_, q_heads, head_dim), kv_heads = q.shape, k.shape[1]
     narrow = all(dtype == jnp.bfloat16 for dtype in (q.dtype, k.dtype, kv_dtype))
     whole = head_dim == LANES and q_heads % _ROWS == 0 and trip_of(block, q_heads) >= _LEAST_TRIP
-    num_bytes = LANES * (block * (8 * q_heads + 16 * kv_heads) + 4 * wide_rows(block, q_heads, kv_heads))
-    return narrow and whole and num_bytes <= _MAX_BYTES and rotation.norms is None
+    most = _DEFAULT_BYTES if generation() == "v4" else _MORE_BYTES
+    fits = step_bytes(block, q_heads, kv_heads) <= _SHARE * most
+    return narrow and whole and fits and rotation.norms is None
 
 
 class Refs(NamedTuple):
@@ -69,7 +84,7 @@ class Refs(NamedTuple):
 
 
 def rotate_tokens(refs: Refs, first: Array, count: int, query_factor: float) -> None:
-    """Rotate `count` tokens from `first` i32[] on, a multiple of it."""
+    """Rotate `count` tokens from `first` i32[] on. Requires: `first` is a multiple of `count`."""
     q_heads, kv_heads = refs.rotated.shape[1], refs.k.shape[1] // LANES
     tokens = pl.ds(pl.multiple_of(first, count), count)
     sines = refs.sin[tokens, :]
@@ -85,7 +100,7 @@ def rotate_tokens(refs: Refs, first: Array, count: int, query_factor: float) -> 
     of_queries = cos * jnp.float32(query_factor), sin * jnp.float32(query_factor)
     for begin in range(0, q_heads, _ROWS):
         own = [rotated(head(refs.q, begin + number), *of_queries) for number in range(_ROWS)]
-        x = _side_by_side(own, refs.wide.at[pl.ds(begin * count, _ROWS * count)])
+        x = _by_token(own, refs.wide.at[pl.ds(begin * count, _ROWS * count)])
         refs.rotated[tokens, begin : begin + _ROWS, :] = x.reshape(count, _ROWS, LANES).astype(refs.rotated.dtype)
     sides = []
     for number in range(kv_heads):
@@ -99,15 +114,15 @@ def rotate_tokens(refs: Refs, first: Array, count: int, query_factor: float) -> 
             for place, side in enumerate(own):
                 refs.packed[pl.ds(first * len(sides) + place, count, stride=len(sides)), :] = side
         else:
-            x = _side_by_side(own, refs.wide.at[pl.ds((q_heads + begin) * count, len(own) * count)])
+            x = _by_token(own, refs.wide.at[pl.ds((q_heads + begin) * count, len(own) * count)])
             for token in range(count):
                 rows = pl.ds(pl.multiple_of((first + token) * len(sides) + begin, len(own)), len(own))
                 refs.packed[rows, :] = x[token * len(own) : (token + 1) * len(own)]
 
 
-def _side_by_side(heads: list[Array], wide) -> Array:
-    """[tokens * heads, 128], the rows of each token together, by way of `wide`. The compiler knows strides of 8 rows at
-    most; it would store row by row."""
+def _by_token(heads: list[Array], wide) -> Array:
+    """[tokens * heads, 128]: the rows of a token's heads follow one another. They go through `wide`, because the
+    compiler knows strides of 8 rows at most, and would store others row by row."""
     tokens, stride = heads[0].shape[0], len(heads)
     for number, x in enumerate(heads):
         wide[pl.ds(number, tokens, stride=stride), :] = x
