@@ -22,8 +22,8 @@ def logit_stats(logits: Array, *, interpret: bool = False) -> tuple[Array, Array
     Args:
         logits: f32[row, vocab]
         interpret: run in Pallas' interpreter, on any platform, slowly; for tests.
-    Returns: the largest logit, the sum of e^(logit - largest), NaN where a logit is NaN or +inf and 0 where all are -inf, and
-        the first index of the largest.
+    Returns: the largest logit, the sum of e^(logit - largest), NaN where a logit is NaN or +inf and 0 where all are
+        -inf, and the first index of the largest.
     """
     rows, vocab = logits.shape
     parts = pl.cdiv(vocab, _PART)

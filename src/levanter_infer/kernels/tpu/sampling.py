@@ -37,8 +37,8 @@ _KEY_BITS, _SIGN = 32, -(2**31)
 _MAX_BLOCK_BYTES = 6 * 2**20
 """Bytes of a block of logits; two blocks are in VMEM."""
 _NEAR_BYTES: dict[str, int] = {"v5e": 40 << 20, "v6e": 40 << 20}
-"""Bytes of all logits that stay in VMEM while they are sampled, at most. A core of v4 has 16 MiB. On v5p XLA finds no
-room for 31 MiB, and libtpu 0.0.51 ends the process over 8 MiB (64 sequences of 8B, TP 4)."""
+"""Bytes of all logits that stay in VMEM while they are sampled, at most. A core of v4 has 16 MiB. On v5p XLA leaves
+31 MiB in HBM all the same, and libtpu 0.0.51 ends the process over 8 MiB (64 sequences of 8B, TP 4)."""
 
 
 Interpret = pltpu.InterpretParams | bool
