@@ -127,6 +127,7 @@ def test_a_tpu_copies_each_page_once_and_ahead_of_its_use(copies):
     assert sum(i < first_wait for i, _ in fetched) == 2 * pages_per_item
 
 
+@pytest.mark.slow
 def test_a_tpu_copies_the_page_ids_of_an_item_a_turn_before_it_needs_them(copies):
     """Three items of 300 tokens and one of 100. What is copied before the first turn has nothing to hide behind."""
     batch = make_ragged(SIZES, [(1, length) for length in LENS])
