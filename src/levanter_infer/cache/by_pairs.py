@@ -33,15 +33,10 @@ def traced(value: bool) -> Iterator[None]:
         _traced.reset(token)
 
 
-def is_traced() -> bool:
-    """Whether the program that is traced may run on a TPU."""
-    return _traced.get()
-
-
 def compares(array: Array, *indices: Array) -> bool:
     """Whether a vector is short enough to be compared with these indices, or the rows of a table to be read whole;
     whether its numbers have 32 bits or one; and whether the program that is traced may run on a TPU."""
-    if not is_traced() or array.dtype not in (jnp.int32, jnp.uint32, jnp.float32, jnp.bool_):
+    if not _traced.get() or array.dtype not in (jnp.int32, jnp.uint32, jnp.float32, jnp.bool_):
         return False
     if any(index.ndim != 1 or index.dtype != jnp.int32 for index in indices):
         return False

@@ -7,7 +7,6 @@ from jax import Array
 from jaxtyping import Int32
 
 from levanter_infer.cache.arrays import full, gather, replace, scatter, scatter_add, scatter_max
-from levanter_infer.cache.compaction import closed_up, flags_at
 from levanter_infer.kernels.loops import in_parts, run_if
 
 
@@ -123,10 +122,12 @@ class PageTable(eqx.Module):
         """Without pages in the ring that have references: after `share` of free pages. The order of the rest stays."""
 
         def compacted(table: "PageTable") -> "PageTable":
+            index = jnp.arange(table.num_pages, dtype=jnp.int32)
             listed = table._next_free(table.num_pages)
-            is_free = jnp.arange(table.num_pages, dtype=jnp.int32) < table.num_free
-            ring = closed_up(listed, is_free & flags_at(table.ref_counts == 0, listed))
-            return replace(table, free_ring=ring, ring_head=jnp.zeros_like(table.ring_head), num_free=num_free)
+            stays = (index < table.num_free) & (table.ref_counts[listed] == 0)
+            rank = jnp.cumsum(stays, dtype=jnp.int32)
+            ring = scatter(table.free_ring, jnp.where(stays, rank - 1, table.num_pages), listed)
+            return replace(table, free_ring=ring, ring_head=jnp.zeros_like(table.ring_head), num_free=rank[-1])
 
         num_free = jnp.sum(self.ref_counts == 0, dtype=jnp.int32)
         return run_if(num_free < self.num_free, compacted, self)
