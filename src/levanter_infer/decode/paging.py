@@ -474,7 +474,7 @@ def _released_by_suffix(
     """
     num_slots, num_pages = rank.shape[0], page_table.num_pages
     begin = jnp.zeros_like(rank) if window is None else _first(table, window)
-    held = jnp.maximum(pages_for(table.num_computed, page_table.page_size) - begin, 0)
+    held = jnp.maximum(table.num_held(page_table.page_size) - begin, 0)
 
     def mark(first: Array, row: Array, pages: Array) -> Array:
         return scatter_min(first, pages, gather(rank, row, num_slots))
