@@ -38,6 +38,7 @@ def pytest_configure(config):
         "JAX_COMPILATION_CACHE_DIR": str(config.rootpath / ".pytest_cache" / "xla"),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.3",
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+        "JAX_DISABLE_MOST_OPTIMIZATIONS": str(FEW_OPTIMIZATIONS).lower(),
     }
     os.environ.update(settings)
     jax.config.update("jax_compilation_cache_dir", settings["JAX_COMPILATION_CACHE_DIR"])

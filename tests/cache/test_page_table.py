@@ -1,3 +1,4 @@
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -71,13 +72,15 @@ def test_more_pages_than_one_part_are_taken_in_the_order_of_the_ring(capacity):
     """From every place of a ring of 200, in parts that are filled up, beside a queue."""
     queue, rng = list(range(200)), np.random.default_rng(capacity)
     table, held = PageTable.init(200, 4), []
+    allocate = jax.jit(lambda table, count: table.allocate(count, capacity))
+    release = jax.jit(PageTable.release)
     for count in [0, 1, 64, 65, 128, *rng.integers(0, 150, 20)]:
         count = min(int(count), len(queue))
-        table, pages = table.allocate(jnp.int32(count), capacity)
+        table, pages = allocate(table, np.int32(count))
         assert pages.tolist() == [*queue[:count], *[200] * (capacity - count)]
         held, queue = held + queue[:count], queue[count:]
         back, held = held[: len(held) // 2], held[len(held) // 2 :]
-        table, queue = table.release(ids(*back, 200)), queue + back
+        table, queue = release(table, np.array([*back, *[200] * (200 - len(back))], np.int32)), queue + back
         assert free_pages(table) == queue
         assert np.flatnonzero(table.ref_counts).tolist() == sorted(held) and int(table.ref_counts.sum()) == len(held)
 

@@ -65,6 +65,14 @@ def test_a_small_mixed_batch_equals_dense():
     check(batch, tiles=small_tiles(sizes, tokens=256), scale=1 / LOG2_E)
 
 
+def test_query_blocks_and_decode_rows_behind_long_histories_equal_dense():
+    """The loop over unmasked items is left to start the queries of a later block, of one item or of several, and to
+    find the row behind those that decode."""
+    sizes = Sizes(2, 1, 128, 16, tokens=40, rows=6, max_pages=8)
+    batch = make_ragged(sizes, [(8, 120), (1, 40), (3, 9), (1, 5), (9, 90), (8, 70)])
+    check(batch, tiles=small_tiles(sizes, tokens=16, slots=4), scale=1 / LOG2_E)
+
+
 @pytest.mark.parametrize(
     "choice, value, sizes, row, tokens",
     [

@@ -310,10 +310,13 @@ class Pipeline:
         first_page = jnp.where(exists, self.items[index, Item.FIRST_PAGE], none)
         return first_page, jnp.where(exists, self.items[index, Item.END_PAGE], none)
 
-    def start_queries(self, item: Array, exists: Array | bool) -> None:
-        """Start the copy of an item's queries, if it exists and begins a query block."""
-        index = self.index(item)
-        pl.when((self.items[index, Item.IS_FIRST] == 1) & exists)(lambda: self._q_copy(index).start())
+    def begins_queries(self, item: Array, exists: Array) -> Array:
+        """Whether an item exists and begins a query block."""
+        return exists & (self.items[self.index(item), Item.IS_FIRST] == 1)
+
+    def start_queries(self, item: Array) -> None:
+        """Start the copy of an item's queries."""
+        self._q_copy(self.index(item)).start()
 
     def start_item(self, item: Array, exists: Array) -> tuple[Array, Array]:
         """Wait for the page ids of an item, and start the copy of its queries. Returns: `page_bounds`."""
@@ -321,7 +324,8 @@ class Pipeline:
         @pl.when(exists)
         def _():
             self.wait_page_ids(item)
-            self.start_queries(item, True)
+            begins = self.items[self.index(item), Item.IS_FIRST] == 1
+            pl.when(begins)(lambda: self.start_queries(item))
 
         return self.page_bounds(item, exists)
 
@@ -470,9 +474,9 @@ class Pipeline:
 
         def prepared_turn(carry):
             # The next item is of the same query block, whose queries have come: the last one of a block has masks.
-            item, cursor, _ = carry
+            item, cursor, *_ = carry
             # The next item's fields and copies are computed among the vectors, without a branch between them, so that
-            # the compiler packs both into the same bundles; what seldom happens, and takes a branch, comes behind.
+            # the compiler packs both into the same bundles.
             goes_on, later = is_unmasked(item + 1, cursor), item + self.ahead
             exists = later < cursor.num_items
             pl.when(exists)(lambda: self.wait_page_ids(later))
@@ -494,8 +498,19 @@ class Pipeline:
                     find_following()
 
             unmasked(item, jnp.where(goes_on, item + 1, item), self.q_slot(item), prefetch)
-            self.start_queries(later, exists)
-            return item + 1, self.search(*after), goes_on
+            new_cursor, is_of_others = after
+            return item + 1, new_cursor, goes_on, is_of_others, self.begins_queries(later, exists)
+
+        def prepared_turns(carry):
+            # What few turns do, and takes branches, stands in front of the loop, which those turns leave.
+            item, cursor, goes_on, is_of_others, begins_queries = carry
+            pl.when(begins_queries)(lambda: self.start_queries(item - 1 + self.ahead))
+            no = jnp.bool_(False)
+            return jax.lax.while_loop(
+                lambda c: c[2] & ~c[3] & ~c[4],
+                prepared_turn,
+                (item, self.search(cursor, is_of_others), goes_on, no, no),
+            )
 
         def begin_several(item):
             assert prepare is not None
@@ -506,11 +521,15 @@ class Pipeline:
             # Unmasked items have a loop of their own: most of the time is spent there.
             item, cursor = carry
             if unmasked is not None:
-                found, one = is_unmasked(item, cursor), unmasked_turn
+                found = is_unmasked(item, cursor)
                 if prepare is not None and self.ahead > 1:
                     pl.when(found)(functools.partial(begin_several, item))
-                    one = prepared_turn
-                item, cursor, _ = jax.lax.while_loop(lambda c: c[2], one, (item, cursor, found))
+                    no = jnp.bool_(False)
+                    item, cursor, *_ = jax.lax.while_loop(
+                        lambda c: c[2] | c[3] | c[4], prepared_turns, (item, cursor, found, no, no)
+                    )
+                else:
+                    item, cursor, _ = jax.lax.while_loop(lambda c: c[2], unmasked_turn, (item, cursor, found))
             cursor, later = begin(item, cursor)
             self.wait_pages(item, False)
             q_slot = self.wait_queries(item)
