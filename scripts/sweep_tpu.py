@@ -62,9 +62,10 @@ OTHERS: tuple[tuple[tuple[int, int, int], int, dict], ...] = (
     ((8, 1, 64), 16, {"sinks": True}),
     ((40, 8, 128), 64, {"attention_chunk": 8192}),
     ((5, 1, 128), 16, {"attention_chunk": 6000}),
+    ((20, 4, 128), 32, {"window": 512, "soft_cap": 50.0}),
 )
 """Heads, page and rules of `--others`: head sizes of 96 to 512, one query head for a kv head, 5, 7, 16 and 32, one kv
-head and 32, pages of 8; gpt-oss and Llama 4, each on one chip and a share of one in eight."""
+head and 32, pages of 8; gpt-oss and Llama 4, each on one chip and a share of one in eight; a window with a soft cap."""
 RULES = ("window", "sinks", "attention_chunk", "soft_cap", "value_dim")
 """Fields of a `Case` that are neutral in the recorded ones."""
 TOKENS = 512
