@@ -106,7 +106,7 @@ def make_ragged(sizes: Sizes, rows: list[tuple[int, int]], seed: int = 0) -> Rag
     q_lens, seq_lens = tuple(q for q, _ in rows), tuple(n for _, n in rows)
     assert sum(q_lens) <= sizes.tokens and len(rows) <= sizes.rows
     num_pages = sizes.rows * sizes.max_pages + 3
-    is_int8 = sizes.dtype == "int8"
+    is_int8, encode, decode = sizes.dtype == "int8", jax.jit(int8.encode), jax.jit(int8.decode)
     sides = 2 if sizes.value_dim is None else 1
     shape = LAYERS, num_pages, sizes.page_size, sides * sizes.kv_heads, sizes.head_dim + is_int8
     # int8 has no NaN: the largest integers and scales.
@@ -115,14 +115,14 @@ def make_ragged(sizes: Sizes, rows: list[tuple[int, int]], seed: int = 0) -> Rag
     free = iter(rng.permutation(num_pages))
 
     def rounded(*shape, dtype=sizes.dtype):
-        return np.asarray(jnp.asarray(rng.standard_normal(shape), dtype).astype(jnp.float32))
+        return rng.standard_normal(shape).astype(np.float32).astype(jnp.dtype(dtype)).astype(np.float32)
 
     def stored_and_read(*shape):
         """Random numbers as stored, in f32, and as read back."""
         if sizes.dtype != "int8":
             return 2 * (rounded(*shape),)
-        integers, codes = int8.encode(jnp.asarray(rng.standard_normal(shape), jnp.float32))
-        return np.concatenate([integers, codes], axis=-1).astype(np.float32), np.asarray(int8.decode(integers, codes))
+        integers, codes = encode(jnp.asarray(rng.standard_normal(shape), jnp.float32))
+        return np.concatenate([integers, codes], axis=-1).astype(np.float32), np.asarray(decode(integers, codes))
 
     queries, keys, values = [], [], []
     for row, (q_len, seq_len) in enumerate(rows):
@@ -140,7 +140,7 @@ def make_ragged(sizes: Sizes, rows: list[tuple[int, int]], seed: int = 0) -> Rag
     if rows:
         q[: sum(q_lens)] = np.concatenate(queries)
     padding = [0] * (sizes.rows - len(rows))
-    stored = jnp.asarray(pool).astype(sizes.dtype)
+    stored = jnp.asarray(pool.astype(jnp.dtype(sizes.dtype)))
     arrays = dict(
         q=jnp.asarray(q),
         kv_pages=stored if sizes.stored is None else stored.view(sizes.stored),
@@ -159,11 +159,14 @@ def for_tpu(batch: Ragged) -> dict:
     """The batch's arrays with the pool in a TPU's layout."""
     sizes, pool = batch.sizes, batch.arrays["kv_pages"]
     layout = TpuPool(sizes.kv_heads, sizes.head_dim, sizes.dtype == "int8", sizes.value_dim)
-    tokens = pool.reshape(-1, sizes.kv_heads, layout.sides, pool.shape[-1])
-    packed = layout.pack_stored(*(tokens[:, :, side] for side in range(layout.sides))).reshape(
-        *pool.shape[:3], layout.slabs, 128
-    )
-    return {**batch.arrays, "kv_pages": packed.swapaxes(2, 3), "kv_heads": sizes.kv_heads}
+
+    @jax.jit
+    def packed(pool):
+        tokens = pool.reshape(-1, sizes.kv_heads, layout.sides, pool.shape[-1])
+        packed = layout.pack_stored(*(tokens[:, :, side] for side in range(layout.sides)))
+        return packed.reshape(*pool.shape[:3], layout.slabs, 128).swapaxes(2, 3)
+
+    return {**batch.arrays, "kv_pages": packed(pool), "kv_heads": sizes.kv_heads}
 
 
 def random_rows(sizes: Sizes, kind: str, seed: int) -> list[tuple[int, int]]:

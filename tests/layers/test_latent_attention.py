@@ -34,14 +34,19 @@ EMBEDDING = Axis(EMBED, 40)
 
 def make_layer(block: LatentAttentionBlock, num_layers: int = 2) -> LatentAttention:
     """A stack with weights and biases that are all random."""
-    layer = LatentAttention.init(
-        (Axis(LAYERS, num_layers),), EMBEDDING, block, key=jax.random.key(0), dtype=jnp.float32
-    )
-    leaves, tree = jax.tree.flatten(layer)
-    keys = jax.random.split(jax.random.key(1), len(leaves))
-    return jax.tree.unflatten(
-        tree, [leaf + 0.3 * jax.random.normal(key, leaf.shape) for leaf, key in zip(leaves, keys, strict=True)]
-    )
+
+    @jax.jit
+    def make() -> LatentAttention:
+        layer = LatentAttention.init(
+            (Axis(LAYERS, num_layers),), EMBEDDING, block, key=jax.random.key(0), dtype=jnp.float32
+        )
+        leaves, tree = jax.tree.flatten(layer)
+        keys = jax.random.split(jax.random.key(1), len(leaves))
+        return jax.tree.unflatten(
+            tree, [leaf + 0.3 * jax.random.normal(key, leaf.shape) for leaf, key in zip(leaves, keys, strict=True)]
+        )
+
+    return make()
 
 
 def pick(layer: LatentAttention, index: int) -> LatentAttention:
@@ -67,7 +72,13 @@ def attend_to_pages(block, layer, x, backend, dtype=jnp.float32):
     sizes = PoolSizes(9, PAGE_SIZE, 1, jnp.dtype(dtype), backend)
     pool = block.memory.init(2, sizes)
     tokens = x.rename({POSITION: TOKEN})
-    return pick(layer, 1).paged(tokens, Fusion(residual=tokens), inputs(block, TOKEN), pool, jnp.int32(1), prompt())
+
+    @jax.jit
+    def attend(layer, tokens, pool, batch):
+        own = inputs(block, TOKEN)
+        return pick(layer, 1).paged(tokens, Fusion(residual=tokens), own, pool, jnp.int32(1), batch)
+
+    return attend(layer, tokens, pool, prompt())
 
 
 @pytest.mark.parametrize(
@@ -78,7 +89,9 @@ def attend_to_pages(block, layer, x, backend, dtype=jnp.float32):
 def test_the_absorbed_form_over_pages_equals_the_expanded_form(block):
     layer = make_layer(block)
     x = hax.random.normal(jax.random.key(2), (Axis(POSITION, LENGTH), EMBEDDING))
-    expanded, _ = pick(layer, 1).dense(x, Fusion(residual=x), inputs(block, POSITION))
+    expanded, _ = jax.jit(lambda layer, x: pick(layer, 1).dense(x, Fusion(residual=x), inputs(block, POSITION)))(
+        layer, x
+    )
     assert np.abs(expanded.array - x.array).max() > 1
     for backend in (ReferenceBackend(), XlaBackend()):
         absorbed, pool = attend_to_pages(block, layer, x, backend)
@@ -90,8 +103,8 @@ def test_the_absorbed_form_over_pages_equals_the_expanded_form(block):
 def test_a_sequence_that_is_batched_or_alone_has_the_same_expanded_form():
     layer = pick(make_layer(BLOCK), 0)
     x = hax.random.normal(jax.random.key(2), (Axis("batch", 2), Axis(POSITION, LENGTH), EMBEDDING))
-    both, _ = layer.dense(x, Fusion(), inputs(BLOCK, POSITION))
-    alone, _ = layer.dense(x["batch", 1], Fusion(), inputs(BLOCK, POSITION))
+    dense = jax.jit(lambda x: layer.dense(x, Fusion(), inputs(BLOCK, POSITION))[0])
+    both, alone = dense(x), dense(x["batch", 1])
     np.testing.assert_allclose(both.array[1], alone.array, atol=1e-5 * np.abs(alone.array).max())
 
 

@@ -35,16 +35,17 @@ def token_inputs(num: int, *, delta: bool, seed: int = 0, decay: float = 0.3, by
     rng = np.random.default_rng(seed)
 
     def normal(*shape):
-        return jnp.asarray(rng.standard_normal((num, HEADS, *shape)), jnp.float32)
+        return rng.standard_normal((num, HEADS, *shape)).astype(np.float32)
 
     k = normal(KEY)
-    return TokenInputs(
+    inputs = TokenInputs(
         q=normal(KEY),
-        k=k / jnp.linalg.norm(k, axis=-1, keepdims=True),
+        k=k / np.linalg.norm(k, axis=-1, keepdims=True),
         v=normal(VALUE),
-        log_decay=-decay * jnp.abs(normal(*[KEY] * by_channel)),
-        beta=jax.nn.sigmoid(normal()) if delta else None,
+        log_decay=np.float32(-decay) * np.abs(normal(*[KEY] * by_channel)),
+        beta=1 / (1 + np.exp(-normal())) if delta else None,
     )
+    return jax.tree.map(jnp.asarray, inputs)
 
 
 def by_hand(state: np.ndarray, x: TokenInputs) -> tuple[np.ndarray, np.ndarray]:
@@ -84,8 +85,11 @@ def batch_of(rows: list[tuple[int, int, int]], num_tokens: int, num_rows: int, n
     )
 
 
+_rows_of_batch = jax.jit(RaggedRows.of)
+
+
 def rows_of(rows: list[tuple[int, int, int]], num_tokens: int, num_rows: int = 4, num_slots: int = 6) -> RaggedRows:
-    return RaggedRows.of(batch_of(rows, num_tokens, num_rows, num_slots))
+    return _rows_of_batch(batch_of(rows, num_tokens, num_rows, num_slots))
 
 
 @pytest.mark.parametrize(("delta", "by_channel"), [(True, False), (False, False), (True, True)])
@@ -94,13 +98,13 @@ def test_every_form_of_the_recurrence_gives_its_definition(delta, by_channel, de
     x = token_inputs(37, delta=delta, decay=decay, by_channel=by_channel)
     start = np.random.default_rng(1).standard_normal((HEADS, KEY, VALUE)).astype(np.float32)
     want_state, want = by_hand(start, x)
-    state, results = jax.lax.scan(recurrence.one_token, jnp.asarray(start), x)
+    state, results = jax.jit(functools.partial(jax.lax.scan, recurrence.one_token))(jnp.asarray(start), x)
     np.testing.assert_allclose(results, want, atol=2e-6)
     np.testing.assert_allclose(state, want_state, atol=2e-6)
-    state, results = recurrence.block(jnp.asarray(start), x)
+    state, results = jax.jit(recurrence.block)(jnp.asarray(start), x)
     np.testing.assert_allclose(results, want, atol=5e-6)
     np.testing.assert_allclose(state, want_state, atol=5e-6)
-    np.testing.assert_allclose(recurrence.scan(x), by_hand(np.zeros_like(start), x)[1], atol=2e-6)
+    np.testing.assert_allclose(jax.jit(recurrence.scan)(x), by_hand(np.zeros_like(start), x)[1], atol=2e-6)
 
 
 def test_a_block_of_equal_keys_stays_exact():
@@ -108,7 +112,7 @@ def test_a_block_of_equal_keys_stays_exact():
     x = token_inputs(recurrence.BLOCK, delta=True, decay=0.0)
     x = TokenInputs(x.q, jnp.broadcast_to(x.k[:1], x.k.shape), x.v, x.log_decay, jnp.ones_like(x.beta) * 0.99)
     zeros = np.zeros((HEADS, KEY, VALUE), np.float32)
-    np.testing.assert_allclose(recurrence.block(jnp.asarray(zeros), x)[1], by_hand(zeros, x)[1], atol=2e-5)
+    np.testing.assert_allclose(jax.jit(recurrence.block)(jnp.asarray(zeros), x)[1], by_hand(zeros, x)[1], atol=2e-5)
 
 
 @pytest.mark.parametrize(
@@ -116,19 +120,21 @@ def test_a_block_of_equal_keys_stays_exact():
 )
 def test_a_scan_of_packed_rows_has_the_same_bits_wherever_steps_end(delta, by_channel):
     """A sequence of 23 tokens alone, and in steps with others; in the plain form up to rounding."""
-    x, other = (token_inputs(23, delta=delta, seed=seed, by_channel=by_channel) for seed in (0, 5))
+    x, other = (
+        jax.tree.map(np.asarray, token_inputs(23, delta=delta, seed=seed, by_channel=by_channel)) for seed in (0, 5)
+    )
     scan = jax.jit(recurrence.ragged_scan)
-    zeros = jnp.zeros((4, HEADS, KEY, VALUE), jnp.float32)
+    zeros = np.zeros((4, HEADS, KEY, VALUE), np.float32)
     state, whole = scan(zeros, x, rows_of([(0, 0, 23)], 23))
-    np.testing.assert_allclose(whole, recurrence.scan(x), atol=2e-6)
+    np.testing.assert_allclose(whole, jax.jit(recurrence.scan)(x), atol=2e-6)
     for cuts, before in (((0, 23), 3), ((0, 1, 2, 13, 23), 1), ((0, 9, 10, 22, 23), 5)):
         kept, parts = zeros, []
         for begin, end in zip(cuts, cuts[1:], strict=False):
             count, size = end - begin, before + end - begin + 2
-            step = jax.tree.map(lambda o, a: jnp.concatenate([o[:before], a[begin:end], o[:2]]), other, x)  # noqa: B023
+            step = jax.tree.map(lambda o, a: np.concatenate([o[:before], a[begin:end], o[:2]]), other, x)  # noqa: B023
             kept, result = scan(kept, step, rows_of([(3, 0, before), (0, begin, count)], size))
-            parts.append(result[before : before + count])
-            kept = jnp.stack([zeros[0], kept[1], *zeros[2:]])
+            parts.append(np.asarray(result)[before : before + count])
+            kept = np.stack([zeros[0], kept[1], *zeros[2:]])
         assert np.concatenate(parts).tobytes() == np.asarray(whole).tobytes()
         assert np.asarray(kept[1]).tobytes() == np.asarray(state[0]).tobytes()
 
@@ -144,7 +150,7 @@ def test_rows_of_a_packed_batch_do_not_see_each_other(by_channel):
     state, results = jax.jit(recurrence.ragged)(jnp.asarray(start), x, rows)
     first = 0
     for row, count in enumerate(counts):
-        part = x.map(lambda array, first=first, count=count: array[first : first + count])
+        part = x.map(lambda array, first=first, count=count: np.asarray(array)[first : first + count])
         want_state, want = by_hand(start[row], part)
         np.testing.assert_allclose(results[first : first + count], want, atol=1e-5)
         np.testing.assert_allclose(state[row], want_state, atol=1e-5)
@@ -165,9 +171,10 @@ def test_a_convolution_in_chunks_gives_the_whole_to_the_bit(taps):
     tail, done = jnp.zeros((1, taps - 1, 5)), 0
     for count in (1, 2, 5, 1, 2):  # shorter and longer than the tail
         rows = rows_of([(0, done, count)], 8, num_rows=1)
-        chunk = jnp.zeros((8, 5)).at[:count].set(x[done : done + count])
-        result, tail = conv.ragged(chunk, tail, rows, part)
-        assert (np.asarray(result[:count]) == np.asarray(whole[done : done + count])).all()
+        chunk = np.zeros((8, 5), np.float32)
+        chunk[:count] = x[done : done + count]
+        result, tail = conv.ragged(jnp.asarray(chunk), tail, rows, part)
+        assert (np.asarray(result)[:count] == np.asarray(whole)[done : done + count]).all()
         done += count
 
 
@@ -184,23 +191,21 @@ def test_a_mixer_in_chunks_gives_the_whole_sequence_and_writes_its_slots_only(na
     block, module = BLOCKS[name], mixer(name)
     rng, num_slots, layer = np.random.default_rng(2), 6, jnp.int32(1)
     lens, slots = (90, 13), (4, 0)
-    texts = [jnp.asarray(rng.standard_normal((count, 12)), jnp.float32) for count in lens]
-    whole = [
-        module.dense(hax.named(text, (POSITION, EMBED_AXIS)), Fusion(), block)[0].rearrange((POSITION, EMBED)).array
-        for text in texts
-    ]
+    texts = [rng.standard_normal((count, 12)).astype(np.float32) for count in lens]
+    dense = jax.jit(lambda x: module.dense(x, Fusion(), block)[0].rearrange((POSITION, EMBED)).array)
+    whole = [np.asarray(dense(hax.named(jnp.asarray(text), (POSITION, EMBED_AXIS)))) for text in texts]
     state = SlotState.init(2, num_slots, dict(block.memory.sizes))
     state = jax.tree.map(lambda leaf: leaf + 7, state)  # stale numbers
     paged = jax.jit(lambda x, state, rows: module.paged(x, Fusion(), block, state, layer, rows))
     done = [0, 0]
     for counts in ((70, 1), (1, 2), (5, 1), (1, 8), (13, 1)):
         rows = [(slots[i], done[i], counts[i]) for i in range(2)]
-        packed = jnp.concatenate([texts[i][done[i] : done[i] + counts[i]] for i in range(2)])
-        packed = jnp.zeros((80, 12)).at[: packed.shape[0]].set(packed)
-        x, state = paged(hax.named(packed, (TOKEN, EMBED_AXIS)), state, rows_of(rows, 80))
+        packed = np.concatenate([texts[i][done[i] : done[i] + counts[i]] for i in range(2)])
+        packed = np.pad(packed, ((0, 80 - len(packed)), (0, 0)))
+        x, state = paged(hax.named(jnp.asarray(packed), (TOKEN, EMBED_AXIS)), state, rows_of(rows, 80))
         first = 0
         for i in range(2):
-            got = x.array[first : first + counts[i]]
+            got = np.asarray(x.array)[first : first + counts[i]]
             np.testing.assert_allclose(got, whole[i][done[i] : done[i] + counts[i]], atol=2e-5)
             done[i], first = done[i] + counts[i], first + counts[i]
     assert tuple(done) == lens
