@@ -177,19 +177,23 @@ def test_logits_that_are_not_finite_are_the_models_fault_whatever_a_request_asks
         assert (failure(output) or (0, {}))[0] == 500
 
 
-@pytest.mark.parametrize(
-    ("value", "error"), [("nan", NOT_FINITE), ("inf", NOT_FINITE), ("-inf", NO_TOKEN)], ids=["nan", "inf", "all -inf"]
-)
-def test_a_broken_logits_mod_is_told_from_one_that_excludes_all_tokens(model, value, error):
+def test_a_broken_logits_mod_is_told_from_one_that_excludes_all_tokens(model):
+    """Requests of one batch, which the mod tells by the length of their prompts."""
+
     def broken(logits, history, memory):
-        is_changed = (jnp.arange(logits.shape[0]) == 7) | (value == "-inf")
-        return jnp.where(is_changed & (history.prompt_len > 1), float(value), logits), memory
+        token_7, length = jnp.arange(logits.shape[0]) == 7, history.prompt_len
+        logits = jnp.where(token_7 & (length == 2), jnp.nan, logits)
+        logits = jnp.where(token_7 & (length == 3), jnp.inf, logits)
+        return jnp.where(length == 4, -jnp.inf, logits), memory
 
     engine = InferenceEngine(*model, CONFIG, logits_mod=broken)
+    prompts = [Request(prompt_token_ids=[9, 5, 3, 2][:length]) for length in (2, 3, 4, 1)]
     for temperature in (0, 1):
         params = SamplingParams(temperature=temperature, max_tokens=3)
-        failed, other = engine.generate([Request(prompt_token_ids=ids) for ids in ([9, 5], [9])], params)
-        assert failed.completions[0].error == error and other.completions[0].error is None
+        errors = [output.completions[0].error for output in engine.generate(prompts, params)]
+        assert errors == [NOT_FINITE, NOT_FINITE, NO_TOKEN, None]
+        for prompt, error in zip(prompts, errors, strict=True):
+            assert engine.generate([prompt], params)[0].completions[0].error == error
 
 
 def test_more_constraints_than_the_table_holds_wait_their_turn(engine):
