@@ -58,7 +58,7 @@ def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: LONGEST.index(item.path.name) if item.path.name in LONGEST else len(LONGEST))
 
 
-MAX_MAPS = 32_000
+MAX_MAPS = 16_000
 """Memory maps from which on a process drops its compiled programs. Each program has several; Linux allows a process
 65,530, and XLA ends it with a segmentation fault there."""
 
