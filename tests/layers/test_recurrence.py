@@ -38,14 +38,13 @@ def token_inputs(num: int, *, delta: bool, seed: int = 0, decay: float = 0.3, by
         return rng.standard_normal((num, HEADS, *shape)).astype(np.float32)
 
     k = normal(KEY)
-    inputs = TokenInputs(
+    return TokenInputs(
         q=normal(KEY),
         k=k / np.linalg.norm(k, axis=-1, keepdims=True),
         v=normal(VALUE),
         log_decay=np.float32(-decay) * np.abs(normal(*[KEY] * by_channel)),
         beta=1 / (1 + np.exp(-normal())) if delta else None,
     )
-    return jax.tree.map(jnp.asarray, inputs)
 
 
 def by_hand(state: np.ndarray, x: TokenInputs) -> tuple[np.ndarray, np.ndarray]:
@@ -120,9 +119,7 @@ def test_a_block_of_equal_keys_stays_exact():
 )
 def test_a_scan_of_packed_rows_has_the_same_bits_wherever_steps_end(delta, by_channel):
     """A sequence of 23 tokens alone, and in steps with others; in the plain form up to rounding."""
-    x, other = (
-        jax.tree.map(np.asarray, token_inputs(23, delta=delta, seed=seed, by_channel=by_channel)) for seed in (0, 5)
-    )
+    x, other = (token_inputs(23, delta=delta, seed=seed, by_channel=by_channel) for seed in (0, 5))
     scan = jax.jit(recurrence.ragged_scan)
     zeros = np.zeros((4, HEADS, KEY, VALUE), np.float32)
     state, whole = scan(zeros, x, rows_of([(0, 0, 23)], 23))
@@ -150,7 +147,7 @@ def test_rows_of_a_packed_batch_do_not_see_each_other(by_channel):
     state, results = jax.jit(recurrence.ragged)(jnp.asarray(start), x, rows)
     first = 0
     for row, count in enumerate(counts):
-        part = x.map(lambda array, first=first, count=count: np.asarray(array)[first : first + count])
+        part = x.map(lambda array, first=first, count=count: array[first : first + count])
         want_state, want = by_hand(start[row], part)
         np.testing.assert_allclose(results[first : first + count], want, atol=1e-5)
         np.testing.assert_allclose(state[row], want_state, atol=1e-5)
