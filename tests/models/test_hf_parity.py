@@ -64,14 +64,6 @@ def load(tmp_path_factory):
     return load
 
 
-@pytest.fixture
-def quick_compile():
-    """The same program, less optimised: a third less time to compile."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
-
-
 @eqx.filter_jit
 def _forward(model, tokens):
     return model(tokens).array
@@ -121,7 +113,7 @@ def test_logits_equal_hf(name, load):
 
 
 @pytest.mark.parametrize("name", one_per_family(LONG_ROPE_CASES, most=1))
-def test_engine_greedy_equals_hf(name, load, quick_compile):
+def test_engine_greedy_equals_hf(name, load):
     case = load_case(name)
     # An engine whose sequences may grow beyond the original length has the long frequencies for all
     original_len = case.config["original_max_position_embeddings"]
