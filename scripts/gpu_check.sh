@@ -43,6 +43,7 @@ if wanted tests && has pytest; then
   "$python" -m pytest -p no:cacheprovider -m "slow or not slow" "${tests[@]}" | tee "$results/pytest.txt" || failed=1
 fi
 if wanted roofline && [[ $engine == 1 ]]; then
+  [[ -n ${VLLM_PYTHON:-} ]] && export XLA_PYTHON_CLIENT_MEM_FRACTION=${XLA_PYTHON_CLIENT_MEM_FRACTION:-.5}
   "$python" scripts/gpu_roofline.py "${roofline[@]}" --trace "$results/trace" ${VLLM_PYTHON:+--vllm "$VLLM_PYTHON"} \
     | tee "$results/roofline.jsonl" || failed=1
 fi

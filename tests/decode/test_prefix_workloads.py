@@ -7,19 +7,23 @@ import numpy as np
 import pytest
 
 from levanter_infer.decode import prefix
+from levanter_infer.kernels import loops
 from tests.decode.driver import SHAPES, Driver
 from tests.decode.workloads import run_workload
 
 
-@pytest.mark.parametrize("inserted, window, seekers", [(24, 32, 4), (2, 1, 1)])
-def test_workloads_with_shared_beginnings_have_the_hits_and_misses_of_the_model(monkeypatch, inserted, window, seekers):
-    """Also where the pages of a step are inserted in several parts, and looked up one by one."""
+@pytest.mark.parametrize("inserted, window, seekers, branches", [(24, 32, 4, False), (2, 1, 1, False), (3, 1, 1, True)])
+def test_workloads_with_shared_beginnings_have_the_hits_and_misses_of_the_model(
+    monkeypatch, inserted, window, seekers, branches
+):
+    """Also where the pages of a step are inserted in several parts, and looked up one by one; and as a GPU does it."""
     monkeypatch.setattr(prefix, "_INSERTED", inserted)
     monkeypatch.setattr(prefix, "_WINDOW", window)
     monkeypatch.setattr(prefix, "_SEEKERS", seekers)
     # Other shapes, whose programs are compiled with these numbers.
     driver = Driver(dataclasses.replace(SHAPES, upload_tokens=SHAPES.upload_tokens + inserted))
     totals: collections.Counter[str] = collections.Counter()
-    for number in range(60):
-        totals += run_workload(driver, np.random.default_rng([7, number]))
+    with loops.branching(branches):
+        for number in range(60):
+            totals += run_workload(driver, np.random.default_rng([7, number]))
     assert min(totals[name] for name in ("hits", "misses", "evictions", "forks")) > 50 and totals["preemptions"] > 10

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
 from levanter_infer.cache import by_pairs
+from levanter_infer.kernels import loops
 from tests.decode.driver import SHAPES, VOCAB, WINDOWED, Driver, programs, random_operation
 
 EXAMPLES = 400
@@ -119,7 +120,18 @@ def as_a_tpu(monkeypatch):
     programs.cache_clear()
 
 
-def test_the_tables_of_a_tpu_equal_the_model_too(as_a_tpu):
+@pytest.fixture
+def as_a_gpu():
+    """Programs whose optional work is a branch, and whose tables are changed in one turn."""
+    programs.cache_clear()
+    with loops.branching(True):
+        yield
+    programs.cache_clear()
+
+
+@pytest.mark.parametrize("platform", ["tpu", "gpu"])
+def test_the_tables_of_other_platforms_equal_the_model_too(request, platform):
+    request.getfixturevalue(f"as_a_{platform}")
     driver, rng = Driver(SHAPES), np.random.default_rng(1)
     for _ in range(400):
         random_operation(driver, rng)

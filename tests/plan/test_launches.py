@@ -116,8 +116,49 @@ def test_a_round_in_one_graph_leaves_nothing_to_the_host():
     assert greedy.total == 15 + 4  # and its kernel, four times
 
 
+BRANCHES = """\
+001: kWhile [source | sink]
+condition:
+    002: kCustomKernel [source | sink] goes_on grid: [1, 1, 1]
+  body:
+    000: kCommandBuffer [source | sink]
+        003: kCustomKernel [source | sink] pack grid: [1, 1, 1]
+        004: kConditional [source | sink]
+          false_branch:
+            005: kCustomKernel [source | sink] evict grid: [1, 1, 1]
+          true_branch:
+            No thunks.
+    006: kConditional [source | sink]
+      branch_0:
+        No thunks.
+      branch_1:
+        007: kCustomKernel [source | sink] other_bucket grid: [1, 1, 1]
+      branch_2:
+        008: kCustomKernel [source | sink] stacked_matmul grid: [1, 1, 1]
+        009: kCustomKernel [source | sink] stacked_matmul__1 grid: [1, 1, 1]
+"""
+BRANCH_PATHS = {
+    1: "while",
+    3: "while/body/schedule/add",
+    4: "while/body/schedule/cond",
+    5: "while/body/schedule/cond/branch_1_fun/add",
+    6: "while/body/cond",
+    7: "while/body/cond/branch_1_fun/forward_4/add",
+    8: "while/body/cond/branch_2_fun/forward_8/while/body/pallas_call",
+    9: "while/body/cond/branch_2_fun/forward_8/while/body/pallas_call",
+}
+
+
+@pytest.mark.parametrize(("seqs", "kernels"), [(8, {"matmuls": 2, "control": 2}), (4, {"the rest of layers": 1})])
+def test_of_the_branches_between_buckets_that_of_the_step_counts(monkeypatch, seqs, kernels):
+    monkeypatch.setattr(__name__ + ".PATHS", BRANCH_PATHS)
+    (greedy,) = [each for each in step_launches(written(BRANCHES), seqs, [4, 8]) if each.sampled == "greedy"][:1]
+    assert {part: greedy.kernels[part] for part in kernels} == kernels
+    assert (greedy.host_conditions, greedy.graph_conditions) == (2, 1)  # the loop over steps and the buckets; evictions
+
+
 def test_another_text_is_refused():
-    with pytest.raises(ValueError, match="no loop of forward_16"):
+    with pytest.raises(ValueError, match="has no forward_16"):
         step_launches(written(), max_seqs=16, buckets=[16])
     with pytest.raises(ValueError, match="is not understood"):
         step_launches(written("    001: kCopy [source | sink] kCopy"), max_seqs=8, buckets=[8])
@@ -144,8 +185,10 @@ def test_launches_of_a_round_for_an_h100():
     engine = {"max_seqs": 16, "max_seq_len": 512, "max_step_tokens": 512, "max_pages": 1024}
     program = compile_programs(EngineSpec("h100", shape, "bfloat16", engine, {"model": 1}), timeout_s=300)[0]
     assert program.error is None and program.no_budget is None
+    pool = "bf16[3,1024,"
+    assert not [move for move in program.copies if str(move[2]).startswith(pool)]  # no branch copies it
     for each in program.launches:
-        assert each.host_conditions <= 24
+        assert each.host_conditions <= (10 if each.sampled == "penalties" else 7)
         assert each.kernels["matmuls"] == 3 * 4 + 1
         assert each.kernels["KV write"] == 3
         # Four matmuls, two norms, the write, the counter; attention in one lane, or in two with a launch for splits.

@@ -15,6 +15,7 @@ from levanter_infer.decode.outputs import OutputRing, RoundOutputs, pack_outputs
 from levanter_infer.decode.shapes import Shapes
 from levanter_infer.decode.state import DecodeState, GenState
 from levanter_infer.decode.step import step
+from levanter_infer.kernels import loops
 from levanter_infer.layers.attention import AttentionSpec
 
 
@@ -60,7 +61,7 @@ def run_steps(
         state, ring = step(model, state, ring, shapes, attention)
         return steps + 1, state, ring
 
-    with by_pairs.traced(model.backend.compares_tables):
+    with by_pairs.traced(model.backend.compares_tables), loops.branching(model.backend.platform.branches):
         _, state, ring = jax.lax.while_loop(goes_on, body, (jnp.int32(0), state, ring))
     return state, ring
 

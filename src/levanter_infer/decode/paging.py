@@ -20,7 +20,7 @@ from levanter_infer.decode.codes import FINISHED, RUNNING, WAITING
 from levanter_infer.decode.sequence_table import SequenceTable
 from levanter_infer.decode.shapes import Shapes
 from levanter_infer.decode.state import DecodeState
-from levanter_infer.kernels.loops import in_parts, run_if
+from levanter_infer.kernels.loops import by_turns, in_parts, run_if, turn_size
 
 _BLOCK = 256
 """Pages that a trip of a loop shares or releases: those of one or two sequences. A TPU takes as long for an unused
@@ -264,17 +264,16 @@ def by_blocks(
         none: the number that stands for no page.
         window: the pages are the window pages of these.
     """
-    total, size = jnp.sum(counts, dtype=jnp.int32), min(size, page_indices.size)
+    total, size = jnp.sum(counts, dtype=jnp.int32), turn_size(size, page_indices.size)
     no_page = none if window is None else window.attached.shape[0]
 
-    def block(carry):
-        start, value = carry
+    def block(value: Value, start: Array) -> Value:
         row, item, valid = ragged_index(counts, start, size)
         page = gather(page_indices, (row, gather(first, row, 0) + step * item), no_page)
         page = page if window is None else window.of(page)
-        return start + size, change(value, row, jnp.where(valid, page, none))
+        return change(value, row, jnp.where(valid, page, none))
 
-    return jax.lax.while_loop(lambda carry: carry[0] < total, block, (jnp.int32(0), value))[1]
+    return by_turns(block, value, total, size, page_indices.size)
 
 
 def free_pages_for_finished(state: DecodeState, finished: Array, reason: Array) -> DecodeState:

@@ -32,7 +32,7 @@ from levanter_infer.decode.sequence_table import SequenceTable, is_ready
 from levanter_infer.decode.shapes import Shapes
 from levanter_infer.decode.snapshots import NOWHERE, StatePlan
 from levanter_infer.decode.state import DecodeState
-from levanter_infer.kernels.loops import in_blocks, run_if
+from levanter_infer.kernels.loops import by_turns, in_blocks, run_if, turn_size
 
 _WINDOW, _SEEKERS = 32, 4
 """Pages that a sequence looks up at once, and sequences that do."""
@@ -174,14 +174,16 @@ def insert_prefix(state: DecodeState, shapes: Shapes, filled: Array, failed: Arr
     counts = jnp.where(failed | is_private_root(state.sequences.roots), 0, filled)
 
     total = jnp.sum(counts, dtype=jnp.int32)
+    # A step fills no more pages than it takes, but for those that its sequences had begun before.
+    most = shapes.max_new_pages + shapes.max_seqs
+    size = turn_size(_INSERTED, most)
 
-    def insert(carry: tuple[Array, PrefixTable, StateSnapshots | None]):
-        start, prefix, snapshots = carry
-        prefix, pages = _insert_pages(replace(state, prefix=prefix), counts, start)
-        return start + _INSERTED, prefix, None if snapshots is None else snapshots.follow(prefix, pages)
+    def insert(carry: tuple[PrefixTable, StateSnapshots | None], start: Array):
+        prefix, snapshots = carry
+        prefix, pages = _insert_pages(replace(state, prefix=prefix), counts, start, size)
+        return prefix, None if snapshots is None else snapshots.follow(prefix, pages)
 
-    carry = (jnp.int32(0), state.prefix, state.snapshots)
-    _, prefix, snapshots = jax.lax.while_loop(lambda carry: carry[0] < total, insert, carry)
+    prefix, snapshots = by_turns(insert, (state.prefix, state.snapshots), total, size, most)
 
     def without_failed(prefix: PrefixTable) -> PrefixTable:
         table, none = state.sequences, prefix.num_pages
@@ -342,16 +344,16 @@ def _partings(state: DecodeState, shapes: Shapes, waits: Array, leaders: Array) 
     return run_if(jnp.any(waits), part, full(waits.shape, NOWHERE))
 
 
-def _insert_pages(state: DecodeState, counts: Array, start: Array) -> tuple[PrefixTable, Array]:
-    """Insert up to `_INSERTED` of the last `counts` i32[seq] full pages of each slot, from the page numbered `start`
-    i32[] on.
+def _insert_pages(state: DecodeState, counts: Array, start: Array, most: int) -> tuple[PrefixTable, Array]:
+    """Insert up to `most` of the last `counts` i32[seq] full pages of each slot, from the page numbered `start` i32[]
+    on.
 
-    Returns: the table with these pages, and the pages, i32[_INSERTED].
+    Returns: the table with these pages, and the pages, i32[most].
     Requires: the pages before `start` have been inserted.
     """
     table, size = state.sequences, state.page_table.page_size
     assert state.prefix is not None
-    slot, item, valid = ragged_index(counts, start, _INSERTED)
+    slot, item, valid = ragged_index(counts, start, most)
     # A run that has begun before goes on from its last page.
     place = jnp.where(valid, item - jnp.where(slot == slot[0], item[0], 0), 0)
     slot = jnp.where(valid, slot, table.num_slots)

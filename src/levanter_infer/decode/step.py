@@ -1,6 +1,7 @@
 """One step of all running sequences: schedule, copy on write, forward, sample, append."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -35,7 +36,7 @@ from levanter_infer.decode.shapes import Shapes
 from levanter_infer.decode.snapshots import keep_states, restore_states, store_states
 from levanter_infer.decode.state import Counters, DecodeState, GenState
 from levanter_infer.kernels import scopes
-from levanter_infer.kernels.loops import in_parts, run_if
+from levanter_infer.kernels.loops import in_parts, run_if, run_one
 from levanter_infer.layers.attention import AttentionSpec
 
 
@@ -124,8 +125,7 @@ def forward(
 ):
     """Compute the plan's tokens in the smallest bucket that holds them, or in blocks of a fixed size.
 
-    Each bucket is a loop of zero or one trips and not a branch of `lax.switch`, which would copy the pools at every
-    step on a CPU.
+    A `lax.switch` would copy the pools at every step on a CPU, so that each bucket is optional by itself (`run_one`).
 
     Returns: the cache with the new tokens, the table with their experts, and the hidden states that
         `scoring.keep_hidden` keeps.
@@ -146,16 +146,21 @@ def forward(
     if shapes.block_tokens is not None:
         cache, routes, hidden = forward_in_blocks(compute, whole, (cache, routes, hidden), shapes)
         return cache.with_snapshots(snapshots), routes, hidden
-    for lower, bucket in zip((0, *shapes.buckets), shapes.buckets, strict=False):
 
-        def run(carry, bucket=bucket):
-            cache, routes, hidden = carry
-            cache, routes, states = compute(whole.first(bucket, shapes.rows(bucket)), cache, routes)
-            return cache, routes, hidden.at[: states.shape[0]].set(states)
+    def run(bucket: int, carry):
+        cache, routes, hidden = carry
+        cache, routes, states = compute(whole.first(bucket, shapes.rows(bucket)), cache, routes)
+        return cache, routes, hidden.at[: states.shape[0]].set(states)
 
-        fits = (plan.num_tokens > lower) & (plan.num_tokens <= bucket)
-        with jax.named_scope(scopes.forward(bucket)):
-            cache, routes, hidden = run_if(fits, run, (cache, routes, hidden))
+    cases = [
+        (
+            scopes.forward(bucket),
+            (plan.num_tokens > lower) & (plan.num_tokens <= bucket),
+            functools.partial(run, bucket),
+        )
+        for lower, bucket in zip((0, *shapes.buckets), shapes.buckets, strict=False)
+    ]
+    cache, routes, hidden = run_one(cases, (cache, routes, hidden))
     return cache.with_snapshots(snapshots), routes, hidden
 
 

@@ -55,6 +55,8 @@ class Platform:
     `engine.max_step_tokens` follows from it."""
     mixed_tokens: int | None = None
     """Capacity of a bucket for steps of decode tokens and a short prompt, below the largest; None: there is none."""
+    branches: bool = False
+    """Whether optional work is a branch (`loops.branching`): devices decide branches by themselves, and not loops."""
     shares_memory: bool = False
     """Whether all devices of a process, and the compiler, use the same memory."""
 

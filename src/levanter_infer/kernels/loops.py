@@ -1,6 +1,8 @@
 """Control flow of device code."""
 
-from collections.abc import Callable, Sequence
+import contextlib
+import contextvars
+from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
 import jax
@@ -12,16 +14,75 @@ from levanter_infer.kernels import scopes
 Value = TypeVar("Value")
 
 
+_branching = contextvars.ContextVar("branching", default=False)
+
+_AT_ONCE = 1 << 18
+"""Entries that one turn takes at most in programs with branches."""
+_PAIRS_AT_ONCE = 1 << 20
+"""Pairs that `in_blocks` compares at once at most in programs with branches."""
+
+
+@contextlib.contextmanager
+def branching(value: bool) -> Iterator[None]:
+    """Whether optional work that is traced meanwhile is a branch, and tables are changed in one turn (decision 0058).
+
+    For platforms that decide branches on the device and loops on the host, and whose branches change state in place.
+    """
+    token = _branching.set(value)
+    try:
+        yield
+    finally:
+        _branching.reset(token)
+
+
 def run_if(condition: Array, function: Callable[[Value], Value], value: Value) -> Value:
-    """`function(value)` if `condition`, else `value`, as a loop of zero or one trips.
+    """`function(value)` if `condition`, else `value`, as a loop of zero or one trips unless programs are `branching`.
 
     `lax.cond` copies what it carries on a CPU; a loop keeps it in place. Every optional write to state goes this way.
     """
+    if _branching.get():
+        return jax.lax.cond(condition, function, lambda value: value, value)
 
     def body(carry):
         return jnp.asarray(False), function(carry[1])
 
     return jax.lax.while_loop(lambda carry: carry[0], body, (condition, value))[1]
+
+
+def run_one(cases: Sequence[tuple[str, Array, Callable[[Value], Value]]], value: Value) -> Value:
+    """`function(value)` of the case (scope, condition, function) whose condition holds, else `value`.
+
+    Requires: at most one condition holds.
+    """
+    if not _branching.get():
+        for scope, condition, function in cases:
+            with jax.named_scope(scope):
+                value = run_if(condition, function, value)
+        return value
+    conditions = jnp.stack([condition for _, condition, _ in cases])
+    number = jnp.where(jnp.any(conditions), jnp.argmax(conditions).astype(jnp.int32) + 1, 0)
+    functions = [jax.named_scope(scope)(function) for scope, _, function in cases]
+    return jax.lax.switch(number, [lambda value: value, *functions], value)
+
+
+def turn_size(usual: int, total: int) -> int:
+    """Entries that one of the turns over `total` entries takes: `usual`, or as many as pay where turns cost more."""
+    return min(max(usual, _AT_ONCE) if _branching.get() else usual, total)
+
+
+def by_turns(change: Callable[[Value, Array], Value], value: Value, count: Array, size: int, total: int) -> Value:
+    """`change(value, start)` for every `size`-th `start` below `count` i32[], which is at most `total`.
+
+    Requires: `change` does nothing for entries from `count` on.
+    """
+    if _branching.get() and size >= total:
+        return run_if(count > 0, lambda value: change(value, jnp.int32(0)), value)
+
+    def turn(carry):
+        start, value = carry
+        return start + size, change(value, start)
+
+    return jax.lax.while_loop(lambda carry: carry[0] < count, turn, (jnp.int32(0), value))[1]
 
 
 _PAIRED = 64
@@ -31,24 +92,25 @@ _PAIRED = 64
 def in_blocks(
     compute: Callable[[Array], Sequence[Array]], num_rows: Array, total: int, most: int = _PAIRED
 ) -> list[Array]:
-    """`compute(rows)` for the first `num_rows` i32[] of `total` rows, `most` at a time; zeros for others.
+    """`compute(rows)` for the first `num_rows` i32[] of `total` rows, `most` at a time; anything for others.
 
     For comparisons of all pairs, where there may be many rows and few are in use, and for copies of much of each row.
 
     Args: compute: of the numbers of consecutive rows, i32[n], gives arrays [n, …].
     """
+    if _branching.get() and total * total <= _PAIRS_AT_ONCE:
+        return list(compute(jnp.arange(total, dtype=jnp.int32)))
     size = min(most, total)
     types = jax.eval_shape(compute, jax.ShapeDtypeStruct((size,), jnp.int32))
 
-    def block(carry):
-        start, results = carry
+    def block(results: list[Array], start: Array) -> list[Array]:
         first = jnp.minimum(start, total - size)  # the last block may repeat rows of another
         found = compute(first + jnp.arange(size, dtype=jnp.int32))
         pairs = zip(results, found, strict=True)
-        return start + size, [jax.lax.dynamic_update_slice_in_dim(into, part, first, 0) for into, part in pairs]
+        return [jax.lax.dynamic_update_slice_in_dim(into, part, first, 0) for into, part in pairs]
 
     zeros = [jnp.zeros((total, *own.shape[1:]), own.dtype) for own in types]
-    return jax.lax.while_loop(lambda carry: carry[0] < num_rows, block, (jnp.int32(0), zeros))[1]
+    return by_turns(block, zeros, num_rows, size, total)
 
 
 _PART = 64
@@ -64,16 +126,16 @@ def in_parts(
     For tables of which few entries are in use. Requires: `change` does nothing for the others, nor for `none`, with
     which the last part is filled up.
     """
-    if entries.shape[0] <= size:
+    size = turn_size(size, entries.shape[0])
+    if entries.shape[0] == size:
         return change(value, entries)
     missing = [(0, -entries.shape[0] % size)] + [(0, 0)] * (entries.ndim - 1)
     entries = jnp.pad(entries, missing, constant_values=none)
 
-    def part(carry):
-        start, value = carry
-        return start + size, change(value, jax.lax.dynamic_slice_in_dim(entries, start, size))
+    def part(value: Value, start: Array) -> Value:
+        return change(value, jax.lax.dynamic_slice_in_dim(entries, start, size))
 
-    return jax.lax.while_loop(lambda carry: carry[0] < count, part, (jnp.int32(0), value))[1]
+    return by_turns(part, value, count, size, entries.shape[0])
 
 
 _BLOCK = 4

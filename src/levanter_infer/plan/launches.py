@@ -123,20 +123,29 @@ class _Tree:
                 above.append((thunk, ""))
 
     def step(self, bucket: int) -> list[_Thunk]:
-        """The loop over steps: that whose body has the loop of a bucket."""
+        """The loop over steps: that whose body has the loop or the branch of a bucket."""
         for thunk in _all(self.roots):
-            if any(_is_forward(inner, bucket) for inner in _unwrapped(thunk.parts.get("body", []))):
+            if any(_chooses(inner, scopes.forward(bucket)) for inner in _unwrapped(thunk.parts.get("body", []))):
                 return [thunk]
-        raise ValueError(f"the program has no loop of {scopes.forward(bucket)}: it is no round, or has no such bucket")
+        raise ValueError(f"the program has no {scopes.forward(bucket)}: it is no round, or has no such bucket")
 
     def head_rows(self) -> set[int]:
         """Sizes of the head that the program has."""
-        found = (scopes.rows_of(each) for thunk in _all(self.roots) if thunk.kind == _LOOP for each in thunk.path)
+        found = (scopes.rows_of(each) for thunk in _all(self.roots) for each in thunk.path)
         return {rows for rows in found if rows is not None}
 
 
-def _is_forward(thunk: _Thunk, bucket: int) -> bool:
-    return thunk.kind == _LOOP and thunk.path[-2:] == [scopes.forward(bucket), "while"]
+def _chooses(thunk: _Thunk, scope: str) -> bool:
+    """Whether a thunk is the loop of a case of `loops.run_one`, or the branch between all of them."""
+    if thunk.kind == _LOOP:
+        return thunk.path[-2:] == [scope, "while"]
+    return thunk.kind == _CONDITIONAL and any(_is_case(branch, thunk, scope) for branch in thunk.parts.values())
+
+
+def _is_case(branch: list[_Thunk], conditional: _Thunk, scope: str) -> bool:
+    """Whether a branch of a conditional is the case of a scope."""
+    place = len(conditional.path) + 1
+    return any(thunk.path[place : place + 1] == [scope] for thunk in _all(branch))
 
 
 def _all(thunks: Iterable[_Thunk]) -> Iterator[_Thunk]:
@@ -232,7 +241,12 @@ class _Counter:
 
     def _branch(self, thunk: _Thunk) -> list[_Thunk]:
         """The branch of a `lax.cond` that is taken: the first, false, where no scope of `taken` has the condition. XLA
-        may have exchanged the branches; the scopes of what is inside say which is which."""
+        may have exchanged the branches; the scopes of what is inside say which is which. Of the cases of
+        `loops.run_one` it is that of the bucket, or of the rows."""
+        for branch in thunk.parts.values():
+            cases = scopes.forward(self._bucket), scopes.head(self._rows)
+            if any(_is_case(branch, thunk, scope) for scope in cases):
+                return branch
         wanted = int(bool(self._taken.intersection(thunk.path[-2:-1])))
         branches = list(thunk.parts.values())
         numbers = [_number(inner, len(thunk.path)) for inner in branches]

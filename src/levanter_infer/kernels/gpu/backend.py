@@ -16,7 +16,7 @@ from levanter_infer.kernels.gpu.logits import logit_stats
 from levanter_infer.kernels.rules import ScoreRules
 from levanter_infer.kernels.xla.backend import XlaBackend
 
-GPU = Platform("gpu", step_tokens=2048, mixed_tokens=256)
+GPU = Platform("gpu", step_tokens=2048, mixed_tokens=256, branches=True)
 
 
 @dataclass(frozen=True)
@@ -65,6 +65,12 @@ class GpuBackend(XlaBackend):
     def why_not_invariant(self, task: Task) -> str | None:
         """All matmuls are the kernel's, in one tile, and all of attention is in one lane."""
         return None
+
+    @property
+    def compiler_options(self) -> Mapping[str, str | bool]:
+        # The pool takes what the weights leave, which XLA takes for a want of memory: it would compute small arrays
+        # again in each layer, in a launch of its own.
+        return {**self.required_options, "xla_disable_hlo_passes": "rematerialization"}
 
     @property
     def required_options(self) -> Mapping[str, str | bool]:

@@ -14,7 +14,7 @@ from jax import Array
 from levanter_infer.kernels import int8, scopes
 from levanter_infer.kernels.backend import Backend, Task, Work
 from levanter_infer.kernels.call import AttentionCall, GroupedCall, KvWrite, LinearCall, PoolShape, check_pool, checked
-from levanter_infer.kernels.loops import run_if
+from levanter_infer.kernels.loops import run_one
 from levanter_infer.kernels.rules import decode_bits
 from levanter_infer.kernels.xla.attention import xla_attention
 from levanter_infer.kernels.xla.grouped import in_blocks, ragged_matmul
@@ -104,13 +104,14 @@ class XlaBackend(Backend):
         return from_bits(table.at[indices].get(mode="fill", fill_value=0), dtype)
 
     def bucketed(self, compute: Callable[[int], Array], num_rows: Array, buckets: Sequence[int], zeros: Array) -> Array:
-        """Each bucket is a loop of zero or one trips."""
-        results = zeros
-        for lower, rows in zip((0, *buckets), buckets, strict=False):
-            fits = (num_rows > lower) & (num_rows <= rows)
-            with jax.named_scope(scopes.head(rows)):
-                results = run_if(fits, lambda results, rows=rows: results.at[:rows].set(compute(rows)), results)
-        return results
+        def run(rows: int, results: Array) -> Array:
+            return results.at[:rows].set(compute(rows))
+
+        cases = [
+            (scopes.head(rows), (num_rows > lower) & (num_rows <= rows), functools.partial(run, rows))
+            for lower, rows in zip((0, *buckets), buckets, strict=False)
+        ]
+        return run_one(cases, zeros)
 
     def logit_stats(self, logits: Array, num_rows: Array) -> tuple[Array, Array, Array] | None:
         return None
