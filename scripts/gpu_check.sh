@@ -43,9 +43,9 @@ if wanted tests && has pytest; then
   "$python" -m pytest -p no:cacheprovider -m "slow or not slow" "${tests[@]}" | tee "$results/pytest.txt" || failed=1
 fi
 if wanted roofline && [[ $engine == 1 ]]; then
-  [[ -n ${VLLM_PYTHON:-} ]] && export XLA_PYTHON_CLIENT_MEM_FRACTION=${XLA_PYTHON_CLIENT_MEM_FRACTION:-.5}
-  "$python" scripts/gpu_roofline.py "${roofline[@]}" --trace "$results/trace" ${VLLM_PYTHON:+--vllm "$VLLM_PYTHON"} \
-    | tee "$results/roofline.jsonl" || failed=1
+  memory=${XLA_PYTHON_CLIENT_MEM_FRACTION:-${VLLM_PYTHON:+.5}} # half where vLLM runs beside it; empty: JAX's own
+  env ${memory:+XLA_PYTHON_CLIENT_MEM_FRACTION="$memory"} "$python" scripts/gpu_roofline.py "${roofline[@]}" \
+    --trace "$results/trace" ${VLLM_PYTHON:+--vllm "$VLLM_PYTHON"} | tee "$results/roofline.jsonl" || failed=1
 fi
 if wanted graphs && [[ $engine == 1 ]]; then
   XLA_FLAGS="${XLA_FLAGS:-} --xla_gpu_enable_command_buffer=" "$python" scripts/gpu_roofline.py "${roofline[@]}" \

@@ -73,12 +73,14 @@ def main() -> int:
     for batch in args.batch:
         prompts = workload.random_prompts(sizes["vocab"], [args.prompt] * batch, seed=batch)
         needed = step_bytes(sizes, batch, args.prompt + args.output * 5 / 8)
+        engine = None
         for _ in range(args.engines):
+            del engine  # before the next one takes its memory
             engine = engine_for(model, args, batch, args.prompt)
             steps = decode_steps(functools.partial(timed_call, engine, prompts, "greedy"), args)
             share = needed / statistics.median(steps) / copy
             emit(check="decode", batch=batch, **spread(steps), of_copy=round(share, 3), good=share >= MIN_DECODE)
-        if args.trace is not None:
+        if args.trace is not None and engine is not None:
             emit(check="launches", batch=batch, **launches(engine, prompts, args, Path(args.trace) / str(batch)))
         del engine
     if args.prefill:

@@ -129,10 +129,10 @@ def as_a_gpu():
     programs.cache_clear()
 
 
-@pytest.mark.parametrize("platform", ["tpu", "gpu"])
-def test_the_tables_of_other_platforms_equal_the_model_too(request, platform):
+@pytest.mark.parametrize("platform, shapes", [("tpu", SHAPES), ("gpu", SHAPES), ("gpu", WINDOWED)])
+def test_the_tables_of_other_platforms_equal_the_model_too(request, platform, shapes):
     request.getfixturevalue(f"as_a_{platform}")
-    driver, rng = Driver(SHAPES), np.random.default_rng(1)
+    driver, rng = Driver(shapes), np.random.default_rng(1)
     for _ in range(400):
         random_operation(driver, rng)
         driver.check()

@@ -157,6 +157,32 @@ def test_of_the_branches_between_buckets_that_of_the_step_counts(monkeypatch, se
     assert (greedy.host_conditions, greedy.graph_conditions) == (2, 1)  # the loop over steps and the buckets; evictions
 
 
+NESTED = """\
+001: kWhile [source | sink]
+condition:
+    No thunks.  body:
+    005: kWhile [source | sink]
+condition:
+        No thunks.      body:
+        013: kWhile [source | sink]
+condition:
+            No thunks.          body:
+            006: kWhile [source | sink]
+condition:
+                No thunks.              body:
+                007: kCustomKernel [source | sink] state grid: [1, 1, 1]
+        008: kCustomKernel [source | sink] stacked_matmul grid: [1, 1, 1]
+"""
+
+
+def test_a_counted_loop_in_one_that_does_not_run_is_no_loop_over_layers(monkeypatch):
+    inner = "while/body/forward_8/while/body/while"
+    paths = {1: "while", 5: "while/body/forward_8/while", 13: inner, 6: f"{inner}/body/while"}
+    monkeypatch.setattr(__name__ + ".PATHS", paths)
+    greedy = step_launches(written(NESTED), 8, [8])[0]
+    assert (greedy.total, greedy.layer_kernels) == (1, 0)
+
+
 def test_another_text_is_refused():
     with pytest.raises(ValueError, match="has no forward_16"):
         step_launches(written(), max_seqs=16, buckets=[16])

@@ -23,7 +23,8 @@ def run_round(
     model, state: GenState, admission: Admission, shapes: Shapes, attention: AttentionSpec
 ) -> tuple[GenState, RoundOutputs]:
     """Admit, then step until the round ends. Pure; `programs.py` compiles it with the state donated."""
-    state = replace(state, decode=admit(state.decode, admission))
+    with loops.branching(model.backend.platform.branches):
+        state = replace(state, decode=admit(state.decode, admission))
     ring = OutputRing.init(shapes.ring_size, shapes.limits.max_logprobs)
     limits = RoundLimits(admission.max_steps, admission.min_free_slots, admission.host)
     state, ring = run_steps(model, state, ring, shapes, attention, limits)

@@ -32,7 +32,7 @@ from levanter_infer.decode.sampling_table import SamplingTable as SamplingTable
 from levanter_infer.decode.sampling_table import stop_match as stop_match
 from levanter_infer.kernels import scopes
 from levanter_infer.kernels.backend import MIN_EXPONENT, Backend, DrawKey, DrawRules, RowKernels, SamplingKernels
-from levanter_infer.kernels.loops import in_blocks, run_if
+from levanter_infer.kernels.loops import branching, in_blocks, run_if
 from levanter_infer.layers.shard_axis import Vocabulary
 
 GREEDY_TEMPERATURE = 1e-5
@@ -303,19 +303,19 @@ class _Changes(NamedTuple):
         """The changed logits. Args: as_read: as the kernels that draw take logits; backend: whose kernel masks the
         first `num_rows`, if it has one."""
         z = as_read(logits if self.modified is None else self.modified)
-        z = run_if(jnp.any(self.biased), lambda z: as_read(add_bias(z, column, vocab)), z)
-        with jax.named_scope(scopes.PENALISED):
-            penalised = self.penalised
-            z = run_if(jnp.any(penalised), lambda z: as_read(apply_penalties(z, column, history, vocab, penalised)), z)
-        z = as_read(run_if(jnp.any(self.banned), lambda z: as_read(_ban_stops(z, column, self.banned, vocab)), z))
-        masks = self.masks
-        if masks is None:
-            return z
-
-        def masked(z: Array) -> Array:
-            return as_read(masks.apply(z, vocab, backend, num_rows))
-
-        return as_read(run_if(jnp.any(self._masked), masked, z))
+        with branching(False):  # a branch would copy the logits, which are still wanted as they were
+            z = run_if(jnp.any(self.biased), lambda z: as_read(add_bias(z, column, vocab)), z)
+            penalised, masks = self.penalised, self.masks
+            with jax.named_scope(scopes.PENALISED):
+                z = run_if(
+                    jnp.any(penalised), lambda z: as_read(apply_penalties(z, column, history, vocab, penalised)), z
+                )
+            z = as_read(run_if(jnp.any(self.banned), lambda z: as_read(_ban_stops(z, column, self.banned, vocab)), z))
+            if masks is None:
+                return z
+            return as_read(
+                run_if(jnp.any(self._masked), lambda z: as_read(masks.apply(z, vocab, backend, num_rows)), z)
+            )
 
 
 class _Rows(NamedTuple):

@@ -16,9 +16,9 @@ Value = TypeVar("Value")
 
 _branching = contextvars.ContextVar("branching", default=False)
 
-_AT_ONCE = 1 << 18
+_AT_ONCE = 1 << 16
 """Entries that one turn takes at most in programs with branches."""
-_PAIRS_AT_ONCE = 1 << 20
+_PAIRS_AT_ONCE = 1 << 24
 """Pairs that `in_blocks` compares at once at most in programs with branches."""
 
 
@@ -27,6 +27,8 @@ def branching(value: bool) -> Iterator[None]:
     """Whether optional work that is traced meanwhile is a branch, and tables are changed in one turn (decision 0058).
 
     For platforms that decide branches on the device and loops on the host, and whose branches change state in place.
+    JAX keeps what it has traced of a function by the function alone: one that lives longer than the context, and calls
+    what is here, must not be given to `jax.lax` or `jax.jit` in both forms.
     """
     token = _branching.set(value)
     try:
@@ -73,7 +75,7 @@ def turn_size(usual: int, total: int) -> int:
 def by_turns(change: Callable[[Value, Array], Value], value: Value, count: Array, size: int, total: int) -> Value:
     """`change(value, start)` for every `size`-th `start` below `count` i32[], which is at most `total`.
 
-    Requires: `change` does nothing for entries from `count` on.
+    Requires: what `change` does for entries from `count` on does not matter.
     """
     if _branching.get() and size >= total:
         return run_if(count > 0, lambda value: change(value, jnp.int32(0)), value)
@@ -118,16 +120,21 @@ _PART = 64
 
 
 def in_parts(
-    change: Callable[[Value, Array], Value], value: Value, entries: Array, count: Array, none: int, size: int = _PART
+    change: Callable[[Value, Array], Value],
+    value: Value,
+    entries: Array,
+    count: Array,
+    none: int,
+    size: int | None = None,
 ) -> Value:
     """`change(value, part)` for `size` consecutive entries at a time, until the first `count` i32[] of `entries`
-    i32[n, …] are done.
+    i32[n, …] are done. Without a size, as many as pay.
 
     For tables of which few entries are in use. Requires: `change` does nothing for the others, nor for `none`, with
     which the last part is filled up.
     """
-    size = turn_size(size, entries.shape[0])
-    if entries.shape[0] == size:
+    size = turn_size(_PART, entries.shape[0]) if size is None else size
+    if entries.shape[0] <= size:
         return change(value, entries)
     missing = [(0, -entries.shape[0] % size)] + [(0, 0)] * (entries.ndim - 1)
     entries = jnp.pad(entries, missing, constant_values=none)

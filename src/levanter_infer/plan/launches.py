@@ -228,7 +228,7 @@ class _Counter:
             self.decide(times * (trips + 1), in_graph)
             self.add(condition, times * (trips + 1), in_graph)
         self.add(body, times * trips, in_graph)
-        if loop.trips and self._bucket in map(scopes.bucket_of, loop.path) and not self.layer_kernels:
+        if loop.trips and times and self._bucket in map(scopes.bucket_of, loop.path) and not self.layer_kernels:
             self.layer_kernels = (self.kernels.total() - before) // (times * trips)
 
     def _trips(self, path: list[str]) -> int:
