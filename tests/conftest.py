@@ -58,6 +58,14 @@ def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: LONGEST.index(item.path.name) if item.path.name in LONGEST else len(LONGEST))
 
 
+def pytest_collection_finish():
+    """The garbage collector need not look again and again through what was imported; tracing makes much garbage that
+    is in no cycle."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 10, 10)
+
+
 MAX_MAPS = 16_000
 """Memory maps from which on a process drops its compiled programs. Each program has several; Linux allows a process
 65,530, and XLA ends it with a segmentation fault there."""
