@@ -5,7 +5,7 @@
 JSON lines: the rates of the device (a copy's bandwidth, bfloat16 matmuls), a decode step for each batch as a share of
 the time that the copy needs for its weights, keys and values, a prompt as a share of the matmuls' rate, and with
 `--trace` the kernels of a step from a profile. Engines of one process differ in speed: `--engines` measures several.
-`--vllm` names the Python of an environment with vLLM, which runs the same prompts with random weights
+`--vllm` names the Python of an environment with vLLM, which runs the same prompts in turn, with random weights
 (scripts/peers/vllm_gpu.py), in the memory that XLA_PYTHON_CLIENT_MEM_FRACTION leaves: 0.5 for an 8B and 80 GB. On a CPU
 it runs too, with `--shape tiny`, as a rehearsal.
 """
@@ -73,13 +73,18 @@ def main() -> int:
     for batch in args.batch:
         prompts = workload.random_prompts(sizes["vocab"], [args.prompt] * batch, seed=batch)
         needed = step_bytes(sizes, batch, args.prompt + args.output * 5 / 8)
-        engine = None
-        for _ in range(args.engines):
-            del engine  # before the next one takes its memory
-            engine = engine_for(model, args, batch, args.prompt)
-            steps = decode_steps(functools.partial(timed_call, engine, prompts, "greedy"), args)
-            share = needed / statistics.median(steps) / copy
-            emit(check="decode", batch=batch, **spread(steps), of_copy=round(share, 3), good=share >= MIN_DECODE)
+        engine, others = None, {}
+        with contextlib.ExitStack() as stack:
+            if args.vllm:
+                others["vllm decode"] = functools.partial(stack.enter_context(vllm_side(args, sizes, batch)), prompts)
+            for _ in range(args.engines):
+                del engine  # before the next one takes its memory
+                engine = engine_for(model, args, batch, args.prompt)
+                ours = functools.partial(timed_call, engine, prompts, "greedy")
+                for check, steps in decode_steps({"decode": ours, **others}, args).items():
+                    share = needed / statistics.median(steps) / copy
+                    emit(check=check, batch=batch, **spread(steps), of_copy=round(share, 3), good=share >= MIN_DECODE)
+                del ours
         if args.trace is not None and engine is not None:
             emit(check="launches", batch=batch, **launches(engine, prompts, args, Path(args.trace) / str(batch)))
         del engine
@@ -95,13 +100,6 @@ def main() -> int:
             counted = profiled(engine, prompts, 1, Path(args.trace) / "prefill")
             emit(check="prefill launches", **summary(*counted, 1, args.kernels))
         del engine
-    del model
-    for batch in args.batch if args.vllm else ():
-        with vllm_side(args, sizes, batch) as timed:
-            prompts = workload.random_prompts(sizes["vocab"], [args.prompt] * batch, seed=batch)
-            steps = decode_steps(lambda count, timed=timed, prompts=prompts: timed(prompts, count), args)
-        share = step_bytes(sizes, batch, args.prompt + args.output * 5 / 8) / statistics.median(steps) / copy
-        emit(check="vllm decode", batch=batch, **spread(steps), of_copy=round(share, 3))
     return 0
 
 
@@ -142,13 +140,19 @@ def engine_for(model, args, batch: int, prompt: int) -> InferenceEngine:
     return InferenceEngine(model, config=config)
 
 
-def decode_steps(timed: Callable, args) -> list[float]:
-    """Seconds of one decode step, for each repeat: what more tokens take, divided by their number. The shorter call has
-    decoded a quarter of the tokens, so that both have computed all prompts beside the same decode tokens."""
+def decode_steps(sides: dict[str, Callable], args) -> dict[str, list[float]]:
+    """Seconds of one decode step of each side, for each repeat, the sides in turn: what more tokens take, divided by
+    their number. The shorter call has decoded a quarter of the tokens, so that both have computed all prompts beside
+    the same decode tokens."""
     few = args.output // 4
-    timed(1 + args.output)  # compiles
-    more = [timed(1 + args.output)[0] - timed(1 + few)[0] for _ in range(args.repeats)]
-    return [seconds / (args.output - few) for seconds in more]
+    for timed in sides.values():
+        timed(1 + args.output)  # compiles
+    found: dict[str, list[float]] = {name: [] for name in sides}
+    for _ in range(args.repeats):
+        for name, timed in sides.items():
+            more = timed(1 + args.output)[0] - timed(1 + few)[0]
+            found[name].append(more / (args.output - few))
+    return found
 
 
 def spread(steps: list[float]) -> dict[str, float]:
