@@ -22,8 +22,9 @@ def test_workloads_with_shared_beginnings_have_the_hits_and_misses_of_the_model(
     monkeypatch.setattr(prefix, "_INSERTED", inserted)
     monkeypatch.setattr(prefix, "_WINDOW", window)
     monkeypatch.setattr(prefix, "_SEEKERS", seekers)
-    # Other shapes, whose programs are compiled with these numbers.
-    driver = Driver(dataclasses.replace(SHAPES, upload_tokens=SHAPES.upload_tokens + inserted))
+    # Other shapes, whose programs are compiled with these numbers, and in this form.
+    own = SHAPES.upload_tokens + inserted + 100 * branches
+    driver = Driver(dataclasses.replace(SHAPES, upload_tokens=own))
     totals: collections.Counter[str] = collections.Counter()
     with loops.branching(branches):
         for number in range(60):

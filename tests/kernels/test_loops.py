@@ -1,7 +1,5 @@
 """Optional work and work in turns, as loops and as branches."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -66,8 +64,11 @@ def test_more_entries_than_one_turn_takes_are_a_loop_in_either_form(branches, mo
 
     def add(count):
         size = loops.turn_size(8, 100)
-        step = functools.partial(jnp.arange, size, dtype=jnp.int32)
-        change = lambda value, start: value.at[jnp.where(start + step() < count, start + step(), 100)].add(1)  # noqa: E731
+
+        def change(value, start):
+            entries = start + jnp.arange(size, dtype=jnp.int32)
+            return value.at[jnp.where(entries < count, entries, 100)].add(1)
+
         return loops.by_turns(change, jnp.zeros(100, jnp.int32), count, size, 100), size
 
     program, num_loops = compiled(add, branches, jnp.int32(0))

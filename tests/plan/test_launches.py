@@ -152,7 +152,7 @@ BRANCH_PATHS = {
 @pytest.mark.parametrize(("seqs", "kernels"), [(8, {"matmuls": 2, "control": 2}), (4, {"the rest of layers": 1})])
 def test_of_the_branches_between_buckets_that_of_the_step_counts(monkeypatch, seqs, kernels):
     monkeypatch.setattr(__name__ + ".PATHS", BRANCH_PATHS)
-    (greedy,) = [each for each in step_launches(written(BRANCHES), seqs, [4, 8]) if each.sampled == "greedy"][:1]
+    greedy = step_launches(written(BRANCHES), seqs, [4, 8])[0]
     assert {part: greedy.kernels[part] for part in kernels} == kernels
     assert (greedy.host_conditions, greedy.graph_conditions) == (2, 1)  # the loop over steps and the buckets; evictions
 
@@ -214,7 +214,7 @@ def test_launches_of_a_round_for_an_h100():
     pool = "bf16[3,1024,"
     assert not [move for move in program.copies if str(move[2]).startswith(pool)]  # no branch copies it
     for each in program.launches:
-        assert each.host_conditions <= (10 if each.sampled == "penalties" else 7)
+        assert each.host_conditions <= (12 if each.sampled == "penalties" else 7)
         assert each.kernels["matmuls"] == 3 * 4 + 1
         assert each.kernels["KV write"] == 3
         # Four matmuls, two norms, the write, the counter; attention in one lane, or in two with a launch for splits.
