@@ -17,13 +17,12 @@ def compiled(function, branches: bool, *arguments):
     return lowered.compile(), lowered.as_text().count("stablehlo.while")
 
 
-def test_the_case_whose_condition_holds_changes_the_value(branches):
-    def run(number, value):
-        cases = [(f"case_{i}", number == i, lambda value, i=i: value * 10 + i) for i in range(3)]
-        return loops.run_one(cases, value)
+def test_the_smallest_size_that_holds_the_count_changes_the_value(branches):
+    def run(count, value):
+        return loops.run_bucket(count, (2, 4, 9), "size_{}".format, lambda size, value: value * 10 + size, value)
 
     program, num_loops = compiled(run, branches, jnp.int32(0), jnp.int32(7))
-    assert [int(program(number, 7)) for number in (0, 1, 2, 3)] == [70, 71, 72, 7]
+    assert [int(program(count, 7)) for count in range(10)] == [7, 72, 72, 74, 74, 79, 79, 79, 79, 79]
     assert (num_loops == 0) == branches
 
 

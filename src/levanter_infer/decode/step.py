@@ -1,7 +1,6 @@
 """One step of all running sequences: schedule, copy on write, forward, sample, append."""
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -36,7 +35,7 @@ from levanter_infer.decode.shapes import Shapes
 from levanter_infer.decode.snapshots import keep_states, restore_states, store_states
 from levanter_infer.decode.state import Counters, DecodeState, GenState
 from levanter_infer.kernels import scopes
-from levanter_infer.kernels.loops import in_parts, run_if, run_one
+from levanter_infer.kernels.loops import in_parts, run_bucket, run_if
 from levanter_infer.layers.attention import AttentionSpec
 
 
@@ -125,7 +124,7 @@ def forward(
 ):
     """Compute the plan's tokens in the smallest bucket that holds them, or in blocks of a fixed size.
 
-    A `lax.switch` would copy the pools at every step on a CPU, so that each bucket is optional by itself (`run_one`).
+    A `lax.switch` would copy the pools at every step on a CPU; `run_bucket` does without.
 
     Returns: the cache with the new tokens, the table with their experts, and the hidden states that
         `scoring.keep_hidden` keeps.
@@ -152,15 +151,8 @@ def forward(
         cache, routes, states = compute(whole.first(bucket, shapes.rows(bucket)), cache, routes)
         return cache, routes, hidden.at[: states.shape[0]].set(states)
 
-    cases = [
-        (
-            scopes.forward(bucket),
-            (plan.num_tokens > lower) & (plan.num_tokens <= bucket),
-            functools.partial(run, bucket),
-        )
-        for lower, bucket in zip((0, *shapes.buckets), shapes.buckets, strict=False)
-    ]
-    cache, routes, hidden = run_one(cases, (cache, routes, hidden))
+    carry = cache, routes, hidden
+    cache, routes, hidden = run_bucket(plan.num_tokens, shapes.buckets, scopes.forward, run, carry)
     return cache.with_snapshots(snapshots), routes, hidden
 
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import contextvars
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
@@ -51,20 +52,28 @@ def run_if(condition: Array, function: Callable[[Value], Value], value: Value) -
     return jax.lax.while_loop(lambda carry: carry[0], body, (condition, value))[1]
 
 
-def run_one(cases: Sequence[tuple[str, Array, Callable[[Value], Value]]], value: Value) -> Value:
-    """`function(value)` of the case (scope, condition, function) whose condition holds, else `value`.
+def run_bucket(
+    count: Array,
+    sizes: Sequence[int],
+    scope: Callable[[int], str],
+    function: Callable[[int, Value], Value],
+    value: Value,
+) -> Value:
+    """`function(size, value)` for the smallest of the ascending `sizes` that holds `count` i32[]; `value` for none.
 
-    Requires: at most one condition holds.
+    Args: scope: name of the scope of a size.
+    Requires: the largest size holds `count`.
     """
+    lowers = (0, *sizes[:-1])
+    runs = [functools.partial(function, size) for size in sizes]
     if not _branching.get():
-        for scope, condition, function in cases:
-            with jax.named_scope(scope):
-                value = run_if(condition, function, value)
+        for lower, size, run in zip(lowers, sizes, runs, strict=True):
+            with jax.named_scope(scope(size)):
+                value = run_if((count > lower) & (count <= size), run, value)
         return value
-    conditions = jnp.stack([condition for _, condition, _ in cases])
-    number = jnp.where(jnp.any(conditions), jnp.argmax(conditions).astype(jnp.int32) + 1, 0)
-    functions = [jax.named_scope(scope)(function) for scope, _, function in cases]
-    return jax.lax.switch(number, [lambda value: value, *functions], value)
+    number = jnp.sum(count > jnp.asarray(lowers, jnp.int32), dtype=jnp.int32)
+    runs = [jax.named_scope(scope(size))(run) for size, run in zip(sizes, runs, strict=True)]
+    return jax.lax.switch(number, [lambda value: value, *runs], value)
 
 
 def turn_size(usual: int, total: int) -> int:

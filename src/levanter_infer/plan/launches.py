@@ -136,7 +136,7 @@ class _Tree:
 
 
 def _chooses(thunk: _Thunk, scope: str) -> bool:
-    """Whether a thunk is the loop of a case of `loops.run_one`, or the branch between all of them."""
+    """Whether a thunk is the loop of a case of `loops.run_bucket`, or the branch between all of them."""
     if thunk.kind == _LOOP:
         return thunk.path[-2:] == [scope, "while"]
     return thunk.kind == _CONDITIONAL and any(_is_case(branch, thunk, scope) for branch in thunk.parts.values())
@@ -242,9 +242,9 @@ class _Counter:
     def _branch(self, thunk: _Thunk) -> list[_Thunk]:
         """The branch of a `lax.cond` that is taken: the first, false, where no scope of `taken` has the condition. XLA
         may have exchanged the branches; the scopes of what is inside say which is which. Of the cases of
-        `loops.run_one` it is that of the bucket, or of the rows."""
+        `loops.run_bucket` it is that of the bucket, or of the rows."""
+        cases = scopes.forward(self._bucket), scopes.head(self._rows)
         for branch in thunk.parts.values():
-            cases = scopes.forward(self._bucket), scopes.head(self._rows)
             if any(_is_case(branch, thunk, scope) for scope in cases):
                 return branch
         wanted = int(bool(self._taken.intersection(thunk.path[-2:-1])))

@@ -68,8 +68,8 @@ class GpuBackend(XlaBackend):
 
     @property
     def compiler_options(self) -> Mapping[str, str | bool]:
-        # The pool takes what the weights leave, which XLA takes for a want of memory: it would compute small arrays
-        # again in each layer, in a launch of its own.
+        # Where pool and weights take most of the memory, XLA would compute small arrays again wherever they are read,
+        # in launches of their own.
         return {**self.required_options, "xla_disable_hlo_passes": "rematerialization"}
 
     @property

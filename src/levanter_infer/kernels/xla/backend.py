@@ -14,7 +14,7 @@ from jax import Array
 from levanter_infer.kernels import int8, scopes
 from levanter_infer.kernels.backend import Backend, Task, Work
 from levanter_infer.kernels.call import AttentionCall, GroupedCall, KvWrite, LinearCall, PoolShape, check_pool, checked
-from levanter_infer.kernels.loops import run_one
+from levanter_infer.kernels.loops import run_bucket
 from levanter_infer.kernels.rules import decode_bits
 from levanter_infer.kernels.xla.attention import xla_attention
 from levanter_infer.kernels.xla.grouped import in_blocks, ragged_matmul
@@ -107,11 +107,7 @@ class XlaBackend(Backend):
         def run(rows: int, results: Array) -> Array:
             return results.at[:rows].set(compute(rows))
 
-        cases = [
-            (scopes.head(rows), (num_rows > lower) & (num_rows <= rows), functools.partial(run, rows))
-            for lower, rows in zip((0, *buckets), buckets, strict=False)
-        ]
-        return run_one(cases, zeros)
+        return run_bucket(num_rows, buckets, scopes.head, run, zeros)
 
     def logit_stats(self, logits: Array, num_rows: Array) -> tuple[Array, Array, Array] | None:
         return None
