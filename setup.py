@@ -1,11 +1,15 @@
 """Builds the optional C++ kernels for CPUs; everything else is in pyproject.toml."""
 
 import importlib.util
+import itertools
+import os
 import runpy
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
 
 NATIVE = Path("src/levanter_infer/kernels/cpu/native")
 
@@ -18,7 +22,7 @@ def native_kernels() -> list[Extension]:
     return [
         Extension(
             "levanter_infer.kernels.cpu._native",
-            sources=[str(NATIVE / "handlers.cc")],
+            sources=[str(path) for path in sorted(NATIVE.glob("*.cc"))],
             depends=[str(path) for path in sorted(NATIVE.iterdir())],
             define_macros=[("LEVANTER_INFER_SOURCES", f'"{digest(NATIVE)}"')],
             include_dirs=[str(Path(jaxlib.origin).parent / "include")],
@@ -38,4 +42,18 @@ def native_kernels() -> list[Extension]:
     ]
 
 
-setup(ext_modules=native_kernels())
+class ParallelBuild(build_ext):
+    """Compiles the files of an extension side by side."""
+
+    def build_extension(self, ext: Extension) -> None:
+        compile_files = self.compiler.compile
+
+        def compile_in_parallel(sources: list[str], **options) -> list[str]:
+            with ThreadPoolExecutor(os.cpu_count()) as threads:
+                return list(itertools.chain(*threads.map(lambda each: compile_files([each], **options), sources)))
+
+        self.compiler.compile = compile_in_parallel
+        super().build_extension(ext)
+
+
+setup(ext_modules=native_kernels(), cmdclass={"build_ext": ParallelBuild})

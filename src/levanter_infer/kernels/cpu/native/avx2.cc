@@ -1,0 +1,12 @@
+// The kernels for AVX2 and FMA.
+
+#include "kernels.h"
+
+#ifdef LEVANTER_INFER_X86
+#pragma GCC target("avx2,fma")
+namespace levanter_infer::avx2 {
+constexpr int LANES = 8;
+constexpr int64_t ROWS = 6;
+#include "kernels.inc"
+}  // namespace levanter_infer::avx2
+#endif

@@ -1,0 +1,22 @@
+// The kernels for AVX-512, and those of its BF16 extension.
+
+#include "kernels.h"
+
+#ifdef LEVANTER_INFER_X86
+#include <immintrin.h>
+
+#pragma GCC push_options
+#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,fma,prefer-vector-width=512")
+namespace levanter_infer::avx512 {
+constexpr int LANES = 16;
+constexpr int64_t ROWS = 12;
+#include "kernels.inc"
+}  // namespace levanter_infer::avx512
+#pragma GCC pop_options
+#pragma GCC push_options
+#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,fma,prefer-vector-width=512")
+namespace levanter_infer::avx512_bf16 {
+#include "pairs.inc"
+}  // namespace levanter_infer::avx512_bf16
+#pragma GCC pop_options
+#endif

@@ -1,0 +1,128 @@
+// What the kernels of one instruction set compute, and what they are given. Each set is compiled by itself, from the
+// same sources: generic.cc, avx2.cc and avx512.cc include kernels.inc.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+#define LEVANTER_INFER_X86 1
+#endif
+
+namespace levanter_infer {
+
+struct BFloat16 {
+  uint16_t bits = 0;
+};
+
+using Pair = uint32_t;  // two bfloat16, the first in the lower half
+
+struct LinearArgs {
+  const float* x;      // [rows, x_stride]
+  int64_t rows, inputs, x_stride;  // inputs: of a panel, an even number
+  const Pair* packed;  // replaces x where pairs are multiplied: blocks of rows, [inputs / 2, rows] each
+};
+
+struct AttentionArgs {
+  const float* q;    // [tokens, query_heads, head_dim]
+  const void* pool;  // [layers, num_pages, page_size, sides * kv_heads, head_dim]
+  const int32_t *page_indices, *seq_lens, *cu_q_lens;
+  float* out;  // [tokens, query_heads, value_dim]
+  int64_t layer, query_heads, kv_heads, head_dim, num_pages, page_size, max_pages, window;
+  int64_t sides, value_dim;      // sides 1: values are the first value_dim numbers of keys, and not stored beside them
+  int64_t chunk;                 // positions of an attention chunk; 0: none
+  int64_t num_rows;              // rows in use
+  float scale, soft_cap;         // soft_cap 0: none
+  const float *slopes, *sinks;   // [query_heads]; sinks of -inf: none
+};
+
+struct PlaceArgs {
+  const float* q;      // [tokens, query_heads, head_dim]
+  float* out;          // as q
+  const float *k, *v;  // [tokens, kv_heads, head_dim]
+  const float *cos, *sin;        // [tokens, head_dim / 2]
+  const float *q_norm, *k_norm;  // [head_dim]; null: none
+  float q_eps, k_eps;
+  void* pool;            // [layers, layer_tokens, 2 * kv_heads, head_dim]
+  const int32_t* dests;  // [tokens]: page * page_size + page offset
+  int64_t layer, query_heads, kv_heads, head_dim, layer_tokens;
+};
+
+constexpr int64_t MANY_ROWS = 48;     // from here on 16-bit weights are widened once for all rows
+constexpr int64_t PREFETCHED = 2048;  // how far ahead, in bytes, weights are prefetched
+constexpr int64_t PREFETCHED_PAIRS = 8192;  // the same where pairs are multiplied
+constexpr int64_t PREPARED_ROWS = 4;
+constexpr int64_t PACKED = 4096, PACK_STEP = 32;  // inputs of all rows that one piece of work packs; granularity
+constexpr int64_t FEW_RANGES = 4;  // up to here each piece of work computes the norm's factor of its rows
+constexpr int64_t PLACED_TOKENS = 8;  // new tokens per piece of work
+constexpr int64_t PIECES = 8, MAX_PANELS = 8;  // pieces of work per thread that suffice; most panels per piece
+constexpr int64_t MASK_WORDS = 128;  // the words of a mask are a multiple of it, and so of LANES
+constexpr int64_t READ_STEP = 512, READ_PIECE = 1 << 20;  // bytes that `read_all` reads at once; per piece of work
+constexpr int KEYS = 32;             // keys per turn of the online softmax
+constexpr int64_t QUERIES = 8;  // queries per query block
+
+struct Block {
+  int64_t first, rows;
+};
+
+inline int64_t count_blocks(int64_t num_rows, int64_t most) { return (num_rows + most - 1) / most; }
+
+// Block `index` of rows that are computed together: as few blocks of at most `most` rows as possible, of about one
+// size.
+inline Block block_at(int64_t num_rows, int64_t index, int64_t most) {
+  const int64_t blocks = count_blocks(num_rows, most), size = num_rows / blocks, larger = num_rows % blocks;
+  return {index * size + std::min(index, larger), size + (index < larger)};
+}
+
+// The block in which `row` is computed.
+inline Block block_of_row(int64_t num_rows, int64_t row, int64_t most) {
+  const int64_t blocks = count_blocks(num_rows, most), size = num_rows / blocks, larger = num_rows % blocks;
+  const int64_t in_larger = larger * (size + 1);
+  return block_at(num_rows, row < in_larger ? row / (size + 1) : larger + (row - in_larger) / size, most);
+}
+
+struct Kernels {
+  int64_t panel, rows;  // outputs per panel; rows that are computed together, at most
+  float (*norm_factor)(const float* x, int64_t size, float eps);
+  void (*scaled)(const float* x, const float* weight, float factor, int64_t size, float* to);
+  void (*normalize)(const float* x, const float* weight, int64_t size, float eps, float* to);
+  void (*gated)(const float* x, const float* gate, int64_t size, float* to);
+  void (*pack_row)(const float* x, int64_t inputs, int64_t rows_of_block, Pair* to);  // null: rows are not packed
+  void (*linear_f32)(const LinearArgs&, const float* w, int64_t outs, const float* residual, float* y,
+                     int64_t y_stride);
+  void (*linear_bf16)(const LinearArgs&, const BFloat16* w, int64_t outs, const float* residual, float* y,
+                      int64_t y_stride);
+  void (*attend_f32)(const AttentionArgs&, int64_t row, int64_t first, int64_t count, int64_t head_begin,
+                     int64_t head_end, float* scratch);
+  void (*attend_bf16)(const AttentionArgs&, int64_t row, int64_t first, int64_t count, int64_t head_begin,
+                      int64_t head_end, float* scratch);
+  void (*place_f32)(const PlaceArgs&, int64_t token, float* scratch);
+  void (*place_bf16)(const PlaceArgs&, int64_t token, float* scratch);
+  void (*row_stats)(const float* logits, int64_t size, float* peak, float* total, int32_t* best);
+  void (*mask_row)(const float* logits, const uint32_t* mask, int64_t words, int64_t size, float* to);
+  void (*masked_best)(const float* logits, const uint32_t* mask, int64_t words, int64_t size, float* peak,
+                      int32_t* best);
+  void (*add_weighted)(const float* x, float weight, int64_t size, bool first, float* y);
+  uint32_t (*read_all)(const char* from, int64_t size);
+  int64_t (*multiply_adds)(int64_t times, float factor, float* seen);
+};
+
+namespace generic {
+extern const Kernels KERNELS;
+}
+#ifdef LEVANTER_INFER_X86
+namespace avx2 {
+extern const Kernels KERNELS;
+}
+namespace avx512 {
+extern const Kernels KERNELS;
+}
+namespace avx512_bf16 {
+extern const Kernels KERNELS;
+}
+#endif
+
+}  // namespace levanter_infer
