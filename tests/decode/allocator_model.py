@@ -88,15 +88,20 @@ class PrefixModel:
                 entries.append((slot, column, text, serial, start if column == columns[0] else None))
         for page in orphans:  # one may precede a run that starts here, which then follows a page that is not found
             self.forget(page)
-        added: dict[tuple, int] = {}
-        number = 0
+        added: dict[tuple, tuple[int, int]] = {}  # serial of the first entry with a text, and of the page before it
+        number, follows = 0, True
         for slot, column, text, serial, start in entries:
             self.count += 1
-            page, older, is_first = slot.pages[column], self.pages.get(text), text not in added
+            page, older = slot.pages[column], self.pages.get(text)
             before = number if start is None else start
-            number = added.setdefault(text, self.count if serial is None else serial)
-            if serial is not None and older == page:
-                continue  # written again by its only holder
+            key = text, serial is None
+            is_first = key not in added
+            number, expected = added.setdefault(key, (self.count if serial is None else serial, before))
+            # The same text after the same text with another serial, which was forgotten and registered again meanwhile:
+            # neither this page nor those after it are shared.
+            follows = before == expected and (follows or start is not None)
+            if not follows or (serial is not None and older == page):  # or written again by its only holder
+                continue
             self.serials[page] = number
             if is_first:
                 if older is not None:

@@ -27,6 +27,7 @@ def test_workloads_with_shared_beginnings_have_the_hits_and_misses_of_the_model(
     driver = Driver(dataclasses.replace(SHAPES, upload_tokens=own))
     totals: collections.Counter[str] = collections.Counter()
     with loops.branching(branches):
-        for number in range(60):
-            totals += run_workload(driver, np.random.default_rng([7, number]))
+        # In the last one two sequences follow the same text in two pages, of which one had been forgotten.
+        for seed in (*([7, number] for number in range(60)), [13, 775]):
+            totals += run_workload(driver, np.random.default_rng(seed))
     assert min(totals[name] for name in ("hits", "misses", "evictions", "forks")) > 50 and totals["preemptions"] > 10
