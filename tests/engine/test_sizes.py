@@ -5,6 +5,7 @@ import dataclasses
 import jax
 import pytest
 
+from levanter_infer.decode.programs import Programs
 from levanter_infer.engine import sizes as engine_sizes
 from levanter_infer.engine.backend_choice import BackendChoice
 from levanter_infer.engine.config import EngineConfig
@@ -75,6 +76,17 @@ def test_pages_decide_the_pool_and_sequence_length_only_the_tables():
 def test_sizes_that_make_no_sense_are_refused_by_name(sizes, message):
     with pytest.raises(ValueError, match=message):
         resolve_shapes(EngineConfig(**{"max_seq_len": 32, **sizes}), tiny_model(), 1)
+
+
+def test_pages_for_which_there_is_no_memory_are_refused_before_anything_is_compiled(monkeypatch):
+    config = EngineConfig(max_seqs=2, max_seq_len=32, page_size=4, max_pages=100)
+    needed = 100 * 4 * TOKEN_BYTES
+    monkeypatch.setattr(engine_sizes, "free_bytes", lambda: needed)
+    assert InferenceEngine(tiny_model(), config=config).shapes.num_pages == 100
+    monkeypatch.setattr(engine_sizes, "free_bytes", lambda: needed - 1)
+    monkeypatch.setattr(Programs, "compile_all", lambda *_: pytest.fail("compiled"))
+    with pytest.raises(ValueError, match=r"max_pages=100: .* lower engine\.max_pages to at most 99$"):
+        InferenceEngine(tiny_model(), config=config)
 
 
 def test_a_round_ends_at_the_step_limit_and_the_next_goes_on():

@@ -81,6 +81,15 @@ def test_the_smaller_of_machine_and_control_group_counts(machine):
         assert memory.available_bytes() == free
 
 
+def test_files_that_were_read_into_a_control_groups_memory_count_as_free(machine):
+    (machine / "proc" / "meminfo").write_text("MemAvailable:   8192 kB\n")
+    group = machine / "sys" / "fs" / "cgroup"
+    (group / "memory.max").write_text(f"{6 << 20}\n")
+    (group / "memory.current").write_text(f"{5 << 20}\n")
+    (group / "memory.stat").write_text(f"anon 1\ninactive_file {3 << 20}\nactive_file 7\n")
+    assert memory.available_bytes() == 4 << 20
+
+
 def test_memory_of_this_process_is_that_of_the_system(machine):
     assert memory.process_bytes() == (0, 0)  # a system that does not say
     (machine / "proc" / "self" / "status").write_text("Name:\tx\nVmHWM:\t  30 kB\nVmRSS:\t  20 kB\n")

@@ -33,7 +33,7 @@ from levanter_infer.engine.config import EngineConfig
 from levanter_infer.engine.constraints import Resident, constraint_shapes, loads_of, mask_load, nothing_to_load
 from levanter_infer.engine.routes import routing_shapes
 from levanter_infer.engine.scoring import score_shapes
-from levanter_infer.engine.sizes import kv_dtype, resolve_shapes, window_shapes
+from levanter_infer.engine.sizes import check_memory, kv_dtype, resolve_shapes, window_shapes
 from levanter_infer.engine.tile_search import check_given_tiles
 from levanter_infer.layers.attention import AttentionSpec
 from levanter_infer.models.config import DecoderConfig
@@ -530,12 +530,15 @@ def shapes_for(
         device_bytes: memory of a device that is not here; None: what is free in this process's first.
         scoring: whether the round computes prompt logprobs from the start.
         routing: whether it records routed experts from the start.
-    Raises: ValueError as `resolve_shapes`.
+    Raises: ValueError as `resolve_shapes`, and as `check_memory` where the device is here.
     """
     unread = 0 if is_loaded else backend.device_bytes(backend.prepared_types(types))
     shapes = resolve_shapes(
         config, types, num_eos, unread, backend.page_bytes, device_bytes, backend.platform.step_tokens
     )
+    if device_bytes is None:
+        dtype = kv_dtype(config, types)
+        check_memory(config, types.config, shapes, backend.page_bytes(types.config, shapes.page_size, dtype), unread)
     shapes = backend.adapt(shapes)
     if scoring:
         shapes = dataclasses.replace(shapes, scoring=score_shapes(config, types))

@@ -13,7 +13,7 @@ from levanter_infer.kernels.backend import Backend, Platform
 from levanter_infer.kernels.xla.backend import XLA
 from levanter_infer.models.config import DecoderConfig
 from levanter_infer.policies import AdmissionPolicy, PreemptionPolicy
-from levanter_infer.runtime.memory import default_pool_bytes
+from levanter_infer.runtime.memory import default_pool_bytes, free_bytes
 
 MIN_UPLOAD_TOKENS = 4096
 """Prompt tokens that one round can upload, at least; longer prompts take several rounds."""
@@ -171,6 +171,28 @@ def resolve_shapes(
     if num_pages * page_size >= 2**31:
         raise ValueError(f"a pool of {num_pages} pages of {page_size} tokens exceeds 2^31 tokens; lower max_pages")
     return of_pages(num_pages)
+
+
+def check_memory(config: EngineConfig, arch: DecoderConfig, shapes: Shapes, each: Mapping, unread_bytes: int) -> None:
+    """Refuse `engine.max_pages` for which this process's first device has too little memory: what a CPU allocates
+    beyond it ends the process once it is written.
+
+    Args:
+        each: bytes of a page in one device's memory, of `page_bytes`.
+        unread_bytes: weights that still have to be loaded into it.
+    Raises: ValueError
+    """
+    if config.max_pages is None:
+        return
+    states = slots_bytes(arch, shapes.num_slots + shapes.num_snapshots)
+    free = max(free_bytes() - unread_bytes - states, 0)
+    needed = pool_bytes(shapes, each)
+    if needed > free:
+        raise ValueError(
+            f"engine.max_pages={shapes.num_pages}: the KV cache does not fit into memory: it takes "
+            f"{needed / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB are free; lower engine.max_pages to at most "
+            f"{free // sum(each.values())}"
+        )
 
 
 def pool_bytes(shapes: Shapes, page_bytes: Mapping[int | None, int]) -> int:

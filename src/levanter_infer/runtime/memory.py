@@ -24,12 +24,22 @@ def default_pool_bytes(unread_bytes: int = 0, device_bytes: int | None = None) -
     """
     if device_bytes is not None:
         return _steady(int(max(device_bytes - unread_bytes, 0) * _DEVICE_SHARE))
+    free = max(free_bytes() - unread_bytes, 0)
+    if _device_free_bytes() is not None:
+        return _steady(int(free * _DEVICE_SHARE))
+    return _steady(min(int(free * _CPU_SHARE), _CPU_LIMIT_BYTES))
+
+
+def free_bytes() -> int:
+    """Free memory of this process's first device: of an accelerator its own, of a CPU that of the machine."""
+    free = _device_free_bytes()
+    return available_bytes() if free is None else free
+
+
+def _device_free_bytes() -> int | None:
+    """Free memory that a device counts itself; None on a CPU."""
     stats = jax.local_devices()[0].memory_stats()
-    if stats and "bytes_limit" in stats:
-        free = stats["bytes_limit"] - stats.get("bytes_in_use", 0) - unread_bytes
-        return _steady(int(max(free, 0) * _DEVICE_SHARE))
-    available = available_bytes() - unread_bytes
-    return _steady(min(int(max(available, 0) * _CPU_SHARE), _CPU_LIMIT_BYTES))
+    return stats["bytes_limit"] - stats.get("bytes_in_use", 0) if stats and "bytes_limit" in stats else None
 
 
 def default_host_bytes() -> int:
@@ -44,8 +54,19 @@ def available_bytes() -> int:
         free = _bytes_by_name(Path("/proc/meminfo")).get("MemAvailable", free)
     with contextlib.suppress(OSError, ValueError):  # no limit: "max"
         group = Path("/sys/fs/cgroup")
-        free = min(free, int((group / "memory.max").read_text()) - int((group / "memory.current").read_text()))
+        limit, used = (int((group / name).read_text()) for name in ("memory.max", "memory.current"))
+        free = min(free, limit - used + _reclaimable_bytes(group / "memory.stat"))
     return free
+
+
+def _reclaimable_bytes(path: Path) -> int:
+    """Page cache among a control group's used memory that the kernel drops first: files that were read some time ago,
+    such as a checkpoint."""
+    try:
+        lines = (line.split() for line in path.read_text().splitlines())
+        return next((int(size) for name, size in lines if name == "inactive_file"), 0)
+    except OSError:
+        return 0
 
 
 def _bytes_by_name(path: Path) -> dict[str, int]:
