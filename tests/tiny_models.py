@@ -29,6 +29,9 @@ LLAMA = {
     "tie_word_embeddings": False,
 }
 
+SIZES = dict(max_seqs=4, max_seq_len=64, page_size=4, max_step_tokens=16)
+"""Of an engine for a test that needs no others: the rounds of all such engines of `tiny_model` are compiled once."""
+
 
 @functools.lru_cache
 def tiny_model(seed: int = 0, dtype: str = "float32", **changes) -> DecoderModel:

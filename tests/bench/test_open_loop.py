@@ -145,7 +145,9 @@ REQUESTS = [
 
 @pytest.fixture(scope="module")
 def engine():
-    subject = InferenceEngine(tiny_model(), config=EngineConfig(max_seqs=2, max_seq_len=32, page_size=4))
+    subject = InferenceEngine(
+        tiny_model(), config=EngineConfig(max_seqs=2, max_seq_len=32, page_size=4, max_round_steps=3)
+    )
     subject.warmup()
     return subject
 

@@ -20,13 +20,12 @@ from levanter_infer import (
 )
 from levanter_infer.decode.invariants import check_invariants
 from levanter_infer.engine import wait_time
-from tests.tiny_models import tiny_model
+from tests.tiny_models import SIZES, tiny_model
 
 
 @pytest.fixture(scope="module")
 def engine():
-    config = EngineConfig(max_seqs=8, max_seq_len=64, page_size=4, max_step_tokens=32)
-    return InferenceEngine(tiny_model(), config=config)
+    return InferenceEngine(tiny_model(), config=EngineConfig(**SIZES))
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from levanter_infer.engine.continuation import continuation, joined
 from levanter_infer.engine.engine import InferenceEngine
 from levanter_infer.engine.params import SamplingParams
 from levanter_infer.engine.request import Request
-from tests.tiny_models import tiny_model
+from tests.tiny_models import SIZES, tiny_model
 
 WHOLE = SamplingParams(max_tokens=20, n=3, seed=2**40 + 7, temperature=1.3, top_k=30, min_tokens=4)
 IDS = [5, 6, 7, 8, 9]
@@ -18,8 +18,7 @@ IDS = [5, 6, 7, 8, 9]
 
 @pytest.fixture(scope="module")
 def engine():
-    sizes = EngineConfig(max_seqs=4, max_seq_len=64, page_size=4, max_step_tokens=16, attention="xla", matmul="xla")
-    return InferenceEngine(tiny_model(), config=sizes)
+    return InferenceEngine(tiny_model(), config=EngineConfig(**SIZES))
 
 
 @pytest.fixture(scope="module")

@@ -25,15 +25,14 @@ from levanter_infer.engine.params import SamplingParams
 from levanter_infer.engine.request import Request
 from levanter_infer.layers.rotary import RopeConfig
 from levanter_infer.models.config import DecoderConfig
-from tests.tiny_models import tiny_model, uncached_greedy
+from tests.tiny_models import SIZES, tiny_model, uncached_greedy
 
 VOCAB = 61
 POISON = 60
 
 
 def engine(model=None, **config) -> InferenceEngine:
-    sizes = {"max_seqs": 4, "max_seq_len": 64, "page_size": 4, "max_step_tokens": 16}
-    return InferenceEngine(model or tiny_model(), config=EngineConfig(**{**sizes, **config}))
+    return InferenceEngine(model or tiny_model(), config=EngineConfig(**{**SIZES, **config}))
 
 
 def greedy(max_tokens: int = 8, **fields) -> SamplingParams:

@@ -10,7 +10,7 @@ from levanter_infer.engine.config import EngineConfig
 from levanter_infer.engine.engine import InferenceEngine
 from levanter_infer.engine.params import SamplingParams
 from levanter_infer.engine.request import Request
-from tests.tiny_models import tiny_model
+from tests.tiny_models import SIZES, tiny_model
 
 PROMPT = list(range(3, 12))
 SAMPLING = SamplingParams(max_tokens=24, n=4, seed=5, temperature=1.0)
@@ -18,7 +18,7 @@ SAMPLING = SamplingParams(max_tokens=24, n=4, seed=5, temperature=1.0)
 
 @pytest.fixture(scope="module")
 def shared():
-    return InferenceEngine(tiny_model(), config=EngineConfig(max_seqs=4, max_seq_len=64, page_size=4, max_pages=40))
+    return InferenceEngine(tiny_model(), config=EngineConfig(**SIZES))
 
 
 @pytest.fixture

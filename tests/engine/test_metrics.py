@@ -28,7 +28,7 @@ WEIGHTS = 4 * (2 * 61 * 32 + 2 * (2 * 32 * (32 + 16) + 3 * 32 * 64 + 2 * 32) + 3
 
 @pytest.fixture(scope="module")
 def engine():
-    config = EngineConfig(max_seqs=4, max_seq_len=64, page_size=SIZE, max_pages=NUM_PAGES, max_step_tokens=32)
+    config = EngineConfig(max_seqs=4, max_seq_len=64, page_size=SIZE, max_pages=NUM_PAGES, max_step_tokens=16)
     return InferenceEngine(tiny_model(), config=config)
 
 
@@ -87,13 +87,13 @@ def run_step_by_step(engine, *requests: Request) -> list[tuple[dict, dict]]:
 
 def test_counts_of_a_plain_workload_follow_from_its_lengths(engine):
     before = engine.stats()
-    workload = [(5, 7), (1, 3), (12, 6), (3, 1)]
+    workload = [(5, 7), (1, 3), (7, 6), (3, 1)]  # prompts of one step
     engine.generate([request(length, generated) for length, generated in workload])
     after = engine.stats()
     grown = {name: after[name] - before[name] for name, metric in METRICS.items() if metric.counter}
     contexts = [context for length, generated in workload for context in range(length, length + generated)]
     assert grown["generated_tokens"] == sum(generated for _, generated in workload)
-    assert grown["computed_prompt_tokens"] == 5 + 12 + 3  # a prompt of one token is no chunk
+    assert grown["computed_prompt_tokens"] == 5 + 7 + 3  # a prompt of one token is no chunk
     assert grown["pages_touched"] == sum(map(pages, contexts))
     assert after["paged_kv_bytes_read"] - before["paged_kv_bytes_read"] == grown["pages_touched"] * PAGE_BYTES
     assert grown["preemptions"] == grown["forks"] == grown["copied_pages"] == grown["recomputed_tokens"] == 0

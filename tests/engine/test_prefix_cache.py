@@ -12,14 +12,13 @@ from levanter_infer.engine.config import EngineConfig
 from levanter_infer.engine.engine import InferenceEngine
 from levanter_infer.engine.params import SamplingParams
 from levanter_infer.engine.request import Request
-from tests.tiny_models import tiny_model, uncached_greedy
+from tests.tiny_models import SIZES, tiny_model, uncached_greedy
 
-PAGE = 4
+PAGE = SIZES["page_size"]
 
 
 def make_engine(**config) -> InferenceEngine:
-    sizes = dict(max_seqs=4, max_seq_len=64, page_size=PAGE, max_step_tokens=16, prefix_cache=True)
-    return InferenceEngine(tiny_model(), config=EngineConfig(**{**sizes, **config}))
+    return InferenceEngine(tiny_model(), config=EngineConfig(**{**SIZES, "prefix_cache": True, **config}))
 
 
 @functools.lru_cache

@@ -18,7 +18,7 @@ from levanter_infer.engine.params import SamplingParams
 from levanter_infer.engine.request import Request
 from levanter_infer.engine.runner import empty_admission
 from tests.hlo import pool_copies
-from tests.tiny_models import tiny_model
+from tests.tiny_models import SIZES, tiny_model
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -51,20 +51,20 @@ def test_a_second_compilation_of_the_round_is_an_error_or_a_warning_that_names_w
         admission = empty_admission(engine.shapes)
         return dataclasses.replace(admission, tokens=np.zeros(2 * admission.tokens.size, np.int32))
 
-    model, sizes = tiny_model(), dict(max_seqs=2, max_seq_len=16, page_size=4, max_step_tokens=4)
-    strict = InferenceEngine(model, config=EngineConfig(**sizes))
+    model = tiny_model()
+    strict = InferenceEngine(model, config=EngineConfig(**SIZES))
     strict.warmup()
     with pytest.raises(RecompilationError, match=r"admission\.tokens\S* was int32\[4096\] and is int32\[8192\]$"):
         strict.programs.round(strict.model, strict.state, wider(strict))
 
-    lenient = InferenceEngine(model, config=EngineConfig(**sizes, recompilation="warn"))
+    lenient = InferenceEngine(model, config=EngineConfig(**SIZES, recompilation="warn"))
     lenient.warmup()
     lenient.programs.round(lenient.model, lenient.state, wider(lenient))
     assert "was int32[4096] and is int32[8192]" in caplog.text
 
 
 def test_two_hundred_mixed_requests_compile_nothing_new():
-    engine = InferenceEngine(tiny_model(), config=EngineConfig(max_seqs=8, max_seq_len=64, page_size=4, max_pages=60))
+    engine = InferenceEngine(tiny_model(), config=EngineConfig(**SIZES))
     engine.generate([Request(prompt_token_ids=[1, 2, 3], sampling=SamplingParams(max_tokens=2))])
     engine.reset()
     programs = engine.stats()["programs"]
@@ -115,7 +115,7 @@ def test_the_round_and_the_programs_that_move_pages_make_no_pool_sized_copy_on_v
 
 
 def test_a_round_uploads_nothing_but_its_admission():
-    engine = InferenceEngine(tiny_model(), config=EngineConfig(max_seqs=4, max_seq_len=64))
+    engine = InferenceEngine(tiny_model(), config=EngineConfig(**SIZES))
     request = Request(prompt_token_ids=[1, 2, 3], sampling=SamplingParams(max_tokens=30))
     engine.generate([request])
     with jax.transfer_guard_host_to_device("disallow"):
@@ -125,6 +125,6 @@ def test_a_round_uploads_nothing_but_its_admission():
 
 
 def test_an_empty_round_uploads_only_scalars():
-    engine = InferenceEngine(tiny_model(), config=EngineConfig(max_seqs=4, max_seq_len=64))
+    engine = InferenceEngine(tiny_model(), config=EngineConfig(**SIZES))
     fields = engine._scheduler.next_admission(0, 1).arrays()
     assert all(np.shape(value) == (1,) for value in fields.values())  # one rank

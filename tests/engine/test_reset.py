@@ -8,14 +8,14 @@ from levanter_infer.engine.config import EngineConfig
 from levanter_infer.engine.engine import InferenceEngine
 from levanter_infer.engine.params import SamplingParams
 from levanter_infer.engine.request import Request
-from tests.tiny_models import tiny_model, uncached_greedy
+from tests.tiny_models import SIZES, tiny_model, uncached_greedy
 
 REQUEST = Request(prompt_token_ids=[5, 6, 7, 8, 9], sampling=SamplingParams(max_tokens=6, temperature=0.0))
 
 
 @pytest.fixture(scope="module")
 def engine():
-    return InferenceEngine(tiny_model(), config=EngineConfig(max_seqs=2, max_seq_len=32, page_size=4, max_pages=16))
+    return InferenceEngine(tiny_model(), config=EngineConfig(**SIZES))
 
 
 def pool(engine: InferenceEngine) -> np.ndarray:
@@ -26,13 +26,13 @@ def test_reset_empties_the_tables_and_writes_nothing_to_the_pool(engine):
     group = engine.submit(Request(prompt_token_ids=[1] * 9, sampling=SamplingParams(max_tokens=20)))
     engine.step_round()
     stored = pool(engine)
-    assert stored.any() and int(engine.state.decode.page_table.num_free) < 16
+    assert stored.any() and int(engine.state.decode.page_table.num_free) < engine.shapes.num_pages
     engine.reset()
     assert np.array_equal(pool(engine), stored)
     decode = engine.state.decode
     check_invariants(decode)
-    assert int(decode.page_table.num_free) == 16 and not decode.page_table.ref_counts.any()
-    assert (decode.sequences.page_indices == 16).all() and not decode.sequences.seq_lens.any()
+    assert int(decode.page_table.num_free) == engine.shapes.num_pages and not decode.page_table.ref_counts.any()
+    assert (decode.sequences.page_indices == engine.shapes.num_pages).all() and not decode.sequences.seq_lens.any()
     assert not decode.sequences.status.any()
     assert group.sequences[0].finish_reason == "abort"
 
@@ -53,7 +53,7 @@ def test_prompts_one_after_another_need_neither_reset_nor_wipe(engine):
     outputs = [engine.generate([REQUEST])[0].completions[0].token_ids for _ in range(20)]
     assert outputs == [outputs[0]] * 20
     stats = engine.stats()
-    assert stats["pages_free"] == 16 and stats["preemptions"] == 0
+    assert stats["pages_free"] == engine.shapes.num_pages and stats["preemptions"] == 0
     assert (stats["programs"]["reset"], stats["programs"]["zero_cache"]) == before
 
 
@@ -116,4 +116,4 @@ def test_what_a_reset_has_ended_does_not_harm_who_got_its_slots(engine, ends):
     alone = uncached_greedy(tiny_model(), [4, 5, 6], 20)
     assert [(s.finish_reason, s.token_ids) for s in new.sequences] == [("length", alone)] * 2
     check_invariants(engine.state.decode)
-    assert engine.stats()["pages_free"] == 16
+    assert engine.stats()["pages_free"] == engine.shapes.num_pages

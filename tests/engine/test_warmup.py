@@ -18,13 +18,13 @@ from levanter_infer.engine.config import EngineConfig
 from levanter_infer.engine.engine import InferenceEngine
 from levanter_infer.engine.params import SamplingParams
 from levanter_infer.engine.request import Request
-from tests.tiny_models import tiny_model, uncached_greedy
+from tests.tiny_models import SIZES, tiny_model, uncached_greedy
 
 REQUEST = Request(prompt_token_ids=[3, 1, 4], sampling=SamplingParams(max_tokens=5, temperature=0.0))
 
 
 def test_requests_after_the_warmup_compile_nothing():
-    engine = InferenceEngine(tiny_model(), config=EngineConfig(max_seqs=2, max_seq_len=32, page_size=4))
+    engine = InferenceEngine(tiny_model(), config=EngineConfig(**SIZES))
     engine.warmup()
     programs, seconds = engine.stats()["programs"], engine.stats()["compile_s"]
     assert programs["round"] == 1 and seconds > 0
@@ -53,8 +53,7 @@ def test_a_stored_model_is_read_while_the_round_is_compiled(tmp_path, monkeypatc
         return stored.read(layout)
 
     monkeypatch.setattr(Programs, "compile_all", compile_first)
-    config = EngineConfig(max_seqs=2, max_seq_len=32, page_size=4)
-    engine = InferenceEngine(dataclasses.replace(stored, read=read), config=config)
+    engine = InferenceEngine(dataclasses.replace(stored, read=read), config=EngineConfig(**SIZES))
     assert happened == ["compilation begun", "read"]
     (output,) = engine.generate([REQUEST])
     assert output.completions[0].token_ids == uncached_greedy(tiny_model(), [3, 1, 4], 5)
@@ -62,12 +61,12 @@ def test_a_stored_model_is_read_while_the_round_is_compiled(tmp_path, monkeypatc
 
 
 def test_what_is_refused_compiles_nothing_and_compiling_takes_nobodys_time(monkeypatch):
-    engine = InferenceEngine(tiny_model(), config=EngineConfig(max_seqs=2, max_seq_len=32, page_size=4))
+    engine = InferenceEngine(tiny_model(), config=EngineConfig(**SIZES))
     compile_all, clock, compiled = Programs.compile_all, time.perf_counter, []
     monkeypatch.setattr(Programs, "compile_all", lambda *arguments: compiled.append(compile_all(*arguments)))
     monkeypatch.setattr(time, "perf_counter", lambda: clock() + 2000.0 * len(compiled))
     refused = [
-        Request(prompt_token_ids=[3] * 33, sampling=SamplingParams(num_beams=2)),
+        Request(prompt_token_ids=[3] * 65, sampling=SamplingParams(num_beams=2)),
         Request(prompt_token_ids=[3], sampling=SamplingParams(prompt_logprobs=0, max_tokens=99)),
         Request(prompt_token_ids=[], timeout_s=1.0),
     ]

@@ -94,10 +94,10 @@ def test_a_grammar_in_gbnf_has_so_many_rules():
     text = chained(guides._MAX_GBNF_RULES, 'r{} ::= "a" r{}\n', 'r{} ::= "b"\n').replace("r0", "root", 1)
     made = Guides(VOCAB, [END])
     assert np.flatnonzero(made.of_grammar(text).allowed()).tolist() == [ord("a")]
-    begin = time.monotonic()
+    begin = time.process_time()
     with pytest.raises(ConstraintError, match="it has 1025 rules in GBNF; at most 1024 are taken; give fewer"):
         made.of_grammar(text + 'more ::= "c"\n')
-    assert time.monotonic() - begin < 1
+    assert time.process_time() - begin < 1
 
 
 def test_threads_that_start_after_a_compilation_have_stacks_as_before():
@@ -108,18 +108,18 @@ def test_threads_that_start_after_a_compilation_have_stacks_as_before():
 
 @pytest.mark.parametrize("regex", ["a(?:){100000000}", "((?:){4294967294}){4294967294}a", "a(?:b{0}){100000000}"])
 def test_what_is_empty_is_repeated_once(regex):
-    begin = time.monotonic()
+    begin = time.process_time()
     found, plain = transitions_of(regex), transitions_of("a")
-    assert time.monotonic() - begin < 1
+    assert time.process_time() - begin < 1
     for left, right in zip(found, plain, strict=True):
         np.testing.assert_array_equal(left, right)
 
 
 def test_items_that_are_empty_are_work_too():
-    begin = time.monotonic()
+    begin = time.process_time()
     with pytest.raises(TooManyStates, match="its automaton takes too long to make; simplify it"):
         transitions_of("(?:" + "()" * 30_000 + "b){10000}")
-    assert time.monotonic() - begin < 3
+    assert time.process_time() - begin < 3
 
 
 def multiplied(levels: int, width: int, **bounds) -> dict:
@@ -150,9 +150,9 @@ LARGE = {
     ids=["no-items", "multiplied", "large", "nested"],
 )
 def test_a_schema_is_read_in_a_second_or_left_to_llguidance(schema, expected):
-    begin = time.monotonic()
+    begin = time.process_time()
     assert regex_of(schema) == expected
-    assert time.monotonic() - begin < 2
+    assert time.process_time() - begin < 2
 
 
 SETS = ["".join(chr(0x100 + k + 2 * i) for i in range(300)) for k in range(300)]
@@ -164,23 +164,23 @@ SETS = ["".join(chr(0x100 + k + 2 * i) for i in range(300)) for k in range(300)]
     ids=["optional", "any-number", "case"],
 )
 def test_the_work_of_a_regex_is_bounded(regex):
-    begin = time.monotonic()
+    begin = time.process_time()
     with pytest.raises(TooManyStates, match="its automaton takes too long to make; simplify it"):
         transitions_of(regex)
-    assert time.monotonic() - begin < 3
+    assert time.process_time() - begin < 3
 
 
 def test_sets_without_case_take_no_longer_than_others():
-    begin = time.monotonic()
+    begin = time.process_time()
     found = transitions_of("(?i)" + "".join(f"[{letters}]" for letters in SETS))
-    assert time.monotonic() - begin < 3 and len(found[0]) > len(SETS)
+    assert time.process_time() - begin < 3 and len(found[0]) > len(SETS)
 
 
 def test_the_work_of_an_intersection_is_bounded():
     vocab = [*VOCAB[:256], *(b"%c%c" % (a, b) for a in range(97, 117) for b in range(97, 117)), b""]
     automaton = from_bytes(*transitions_of("[a-z ]{9000}"), vocab, [len(vocab) - 1])
     pairs = without([(i, i + 1) for i in range(97, len(vocab) - 2)], len(vocab))
-    begin = time.monotonic()
+    begin = time.process_time()
     with pytest.raises(TooManyStates, match=r"together they have more than \d+ states, with \d+ classes of tokens"):
         intersection(automaton, pairs)
-    assert time.monotonic() - begin < 8
+    assert time.process_time() - begin < 8
