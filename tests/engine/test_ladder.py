@@ -14,7 +14,7 @@ from levanter_infer.engine.config import EngineConfig
 from levanter_infer.engine.engine import InferenceEngine
 from levanter_infer.engine.params import SamplingParams
 from levanter_infer.engine.request import Request
-from tests.tiny_models import tiny_model, uncached_greedy
+from tests.tiny_models import SIZES, tiny_model, uncached_greedy
 
 STEPS = 20
 LENGTHS = (23, 1, 7, 16, 33, 40)
@@ -56,8 +56,9 @@ def slow(*values):
 
 @pytest.mark.parametrize("backend", [slow({"attention": "reference"}), XLA, slow({})])
 def test_paged_attention_gives_the_tokens_of_the_uncached_forward(backend):
-    tokens, _ = run([0], max_seqs=1, **backend)
-    assert tokens == [[expected()[0]]]
+    tokens, engine = run([3], max_seqs=1, max_step_tokens=16, **backend)
+    assert tokens == [[expected()[3]]]
+    assert engine.stats()["steps"] == STEPS  # the prompt was computed as a whole
 
 
 @pytest.mark.parametrize("chunk, backend", [(1, {}), slow(3, XLA), (16, XLA), slow(16, {}), slow(1000, {})])
@@ -117,10 +118,8 @@ def test_preempted_sequences_give_the_same_tokens():
 def test_sampled_tokens_do_not_depend_on_company_slots_or_preemption():
     sampling = SamplingParams(max_tokens=12, temperature=1.0, top_p=0.9, n=2, seed=11)
     requests = [Request(prompt_token_ids=p, sampling=sampling, id=str(i)) for i, p in enumerate(prompts())]
-    roomy = InferenceEngine(tiny_model(), config=EngineConfig(max_seq_len=64, max_seqs=12, max_step_tokens=12))
-    tight = InferenceEngine(
-        tiny_model(), config=EngineConfig(max_seq_len=64, max_seqs=4, page_size=4, max_pages=16, max_step_tokens=16)
-    )
+    roomy = InferenceEngine(tiny_model(), config=EngineConfig(**SIZES))
+    tight = InferenceEngine(tiny_model(), config=EngineConfig(**SIZES, max_pages=20))
     together = [[c.token_ids for c in o.completions] for o in roomy.generate(requests)]
     preempted = [[c.token_ids for c in o.completions] for o in tight.generate(requests[::-1])][::-1]
     alone = [[c.token_ids for c in roomy.generate([request])[0].completions] for request in requests]
