@@ -7,9 +7,9 @@ import numpy as np
 
 from levanter_infer import EngineConfig, InferenceEngine, Request, SamplingParams
 from levanter_infer.kernels import registry
-from tests.tiny_models import tiny_model
+from tests.tiny_models import SIZES, tiny_model
 
-CONFIG = EngineConfig(max_seqs=4, max_seq_len=64, max_step_tokens=16, max_pages=14, page_size=8)
+CONFIG = EngineConfig(**SIZES, max_pages=20)
 
 
 def answers(monkeypatch, branches: bool):

@@ -11,9 +11,9 @@ from levanter_infer.engine.params import SamplingParams
 from levanter_infer.engine.pure import generate
 from levanter_infer.engine.request import Request
 from levanter_infer.kernels.cpu import bindings as cpu
-from tests.tiny_models import tiny_model, uncached_logprobs
+from tests.tiny_models import SIZES, tiny_model, uncached_logprobs
 
-LENGTH, PAGE = 64, 4
+LENGTH, PAGE = SIZES["max_seq_len"], SIZES["page_size"]
 POISON = 60
 """A token that no other test uses: in `other`, its embedding is not a number."""
 built = pytest.mark.skipif(not cpu.available(), reason="the C++ kernels were not built, so bits may differ")
@@ -21,9 +21,7 @@ built = pytest.mark.skipif(not cpu.available(), reason="the C++ kernels were not
 
 @pytest.fixture(scope="module")
 def shared():
-    config = EngineConfig(
-        max_seqs=4, max_seq_len=LENGTH, page_size=PAGE, max_pages=24, max_step_tokens=16, prefix_cache=True
-    )
+    config = EngineConfig(**SIZES, max_pages=20, prefix_cache=True)
     return InferenceEngine(tiny_model(), config=config, scoring=True)
 
 
