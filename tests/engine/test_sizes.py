@@ -80,13 +80,22 @@ def test_sizes_that_make_no_sense_are_refused_by_name(sizes, message):
 
 def test_pages_for_which_there_is_no_memory_are_refused_before_anything_is_compiled(monkeypatch):
     config = EngineConfig(max_seqs=2, max_seq_len=32, page_size=4, max_pages=100)
-    needed = 100 * 4 * TOKEN_BYTES
+    engine = InferenceEngine(tiny_model(), config=config)
+    state = jax.tree.leaves((engine.state.decode, engine.state.cache))
+    needed = sum(leaf.nbytes for leaf in state)
+    assert engine.shapes.num_pages == 100 and needed > 100 * 4 * TOKEN_BYTES
     monkeypatch.setattr(engine_sizes, "free_bytes", lambda: needed)
-    assert InferenceEngine(tiny_model(), config=config).shapes.num_pages == 100
+    InferenceEngine(tiny_model(), config=config)
     monkeypatch.setattr(engine_sizes, "free_bytes", lambda: needed - 1)
     monkeypatch.setattr(Programs, "compile_all", lambda *_: pytest.fail("compiled"))
-    with pytest.raises(ValueError, match=r"max_pages=100: .* lower engine\.max_pages to at most 99$"):
+    with pytest.raises(ValueError, match=r"max_pages=100, max_seqs=2 .* lower engine\.max_pages to at most 99$"):
         InferenceEngine(tiny_model(), config=config)
+
+
+def test_tables_for_which_there_is_no_memory_are_refused_too():
+    config = EngineConfig(max_seqs=2**20, max_seq_len=2**20, page_size=16, max_pages=2**21)
+    with pytest.raises(ValueError, match=r"tables \d+\.\d\d GiB, .* lower engine\.max_seqs or engine\.max_seq_len$"):
+        InferenceEngine(tiny_model(max_position_embeddings=2**20), config=config)
 
 
 def test_a_round_ends_at_the_step_limit_and_the_next_goes_on():

@@ -81,6 +81,12 @@ def test_the_smaller_of_machine_and_control_group_counts(machine):
         assert memory.available_bytes() == free
 
 
+def test_a_system_that_counts_no_free_pages_has_all_of_its_memory(machine, monkeypatch):
+    names = {name: number for name, number in memory.os.sysconf_names.items() if name != "SC_AVPHYS_PAGES"}
+    monkeypatch.setattr(memory.os, "sysconf_names", names)
+    assert memory.available_bytes() == memory.os.sysconf("SC_PHYS_PAGES") * memory.os.sysconf("SC_PAGE_SIZE")
+
+
 def test_files_that_were_read_into_a_control_groups_memory_count_as_free(machine):
     (machine / "proc" / "meminfo").write_text("MemAvailable:   8192 kB\n")
     group = machine / "sys" / "fs" / "cgroup"

@@ -538,7 +538,7 @@ def shapes_for(
     )
     if device_bytes is None:
         dtype = kv_dtype(config, types)
-        check_memory(config, types.config, shapes, backend.page_bytes(types.config, shapes.page_size, dtype), unread)
+        check_memory(types.config, shapes, backend.page_bytes(types.config, shapes.page_size, dtype), unread)
     shapes = backend.adapt(shapes)
     if scoring:
         shapes = dataclasses.replace(shapes, scoring=score_shapes(config, types))

@@ -1,12 +1,15 @@
 """The static sizes that follow from an `EngineConfig`, a model and a machine."""
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterable, Mapping
 
+import jax
 import jax.numpy as jnp
 
 from levanter_infer.cache.memory import PoolSizes
 from levanter_infer.decode.shapes import SamplingLimits, Shapes, WindowShape
+from levanter_infer.decode.state import DecodeState
 from levanter_infer.engine.config import EngineConfig
 from levanter_infer.engine.params import MAX_STOP_TOKENS, SamplingParams
 from levanter_infer.kernels.backend import Backend, Platform
@@ -173,26 +176,41 @@ def resolve_shapes(
     return of_pages(num_pages)
 
 
-def check_memory(config: EngineConfig, arch: DecoderConfig, shapes: Shapes, each: Mapping, unread_bytes: int) -> None:
-    """Refuse `engine.max_pages` for which this process's first device has too little memory: what a CPU allocates
-    beyond it ends the process once it is written.
+def check_memory(arch: DecoderConfig, shapes: Shapes, page_bytes: Mapping[int | None, int], unread_bytes: int) -> None:
+    """Refuse sizes for which this process's first device has too little memory: a CPU allocates what it does not have,
+    and the system ends the process once that is written.
 
     Args:
-        each: bytes of a page in one device's memory, of `page_bytes`.
+        page_bytes: bytes of a page in one device's memory, of `page_bytes`.
         unread_bytes: weights that still have to be loaded into it.
     Raises: ValueError
     """
-    if config.max_pages is None:
-        return
+    pool = pool_bytes(shapes, page_bytes)
     states = slots_bytes(arch, shapes.num_slots + shapes.num_snapshots)
-    free = max(free_bytes() - unread_bytes - states, 0)
-    needed = pool_bytes(shapes, each)
-    if needed > free:
-        raise ValueError(
-            f"engine.max_pages={shapes.num_pages}: the KV cache does not fit into memory: it takes "
-            f"{needed / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB are free; lower engine.max_pages to at most "
-            f"{free // sum(each.values())}"
-        )
+    tables = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(_tables(shapes)))
+    free = free_bytes() - unread_bytes
+    if pool + states + tables <= free:
+        return
+    parts = {
+        "the KV cache": pool,
+        "states of fixed size": states,
+        "tables": tables,
+        "weights that are not loaded yet": unread_bytes,
+    }
+    said = ", ".join(f"{name} {size / 2**30:.2f} GiB" for name, size in parts.items() if size)
+    most = max(free - states - tables, 0) // max(sum(page_bytes.values()), 1)
+    fits = shapes.max_seqs <= most < shapes.num_pages
+    todo = f"engine.max_pages to at most {most}" if fits else "engine.max_seqs or engine.max_seq_len"
+    sizes = f"max_pages={shapes.num_pages}, max_seqs={shapes.max_seqs} and max_seq_len={shapes.max_seq_len}"
+    raise ValueError(
+        f"the engine does not fit into memory: {sizes} take {said}, and {(free + unread_bytes) / 2**30:.2f} GiB are "
+        f"free; lower {todo}"
+    )
+
+
+def _tables(shapes: Shapes) -> DecodeState:
+    """The types of the tables."""
+    return jax.eval_shape(lambda: DecodeState.init(shapes))
 
 
 def pool_bytes(shapes: Shapes, page_bytes: Mapping[int | None, int]) -> int:

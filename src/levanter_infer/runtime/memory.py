@@ -49,7 +49,9 @@ def default_host_bytes() -> int:
 
 def available_bytes() -> int:
     """Memory available to this process: the smaller of the machine's and its control group's."""
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    # macOS counts no free pages.
+    pages = "SC_AVPHYS_PAGES" if "SC_AVPHYS_PAGES" in os.sysconf_names else "SC_PHYS_PAGES"
+    free = os.sysconf(pages) * os.sysconf("SC_PAGE_SIZE")
     with contextlib.suppress(OSError):  # the page cache counts as available
         free = _bytes_by_name(Path("/proc/meminfo")).get("MemAvailable", free)
     with contextlib.suppress(OSError, ValueError):  # no limit: "max"
