@@ -1,10 +1,13 @@
 """How near the engine comes to what the GPU of this machine can do, measured in one run.
 
-    python scripts/gpu_roofline.py [--shape 8B] [--batch 1,8,32,64] [--engines 3] [--vllm PYTHON] [--trace DIR]
+    python scripts/gpu_roofline.py [--shape 8B] [--batch 1,8,32,64] [--engines 3] [--forms default,loops]
+                                   [--vllm PYTHON] [--trace DIR]
 
 JSON lines: the rates of the device (a copy's bandwidth, bfloat16 matmuls), a decode step for each batch as a share of
 the time that the copy needs for its weights, keys and values, a prompt as a share of the matmuls' rate, and with
 `--trace` the kernels of a step from a profile. Engines of one process differ in speed: `--engines` measures several.
+`--forms` measures engines of several forms in turn, repeat by repeat: `default`; `loops`, optional work as loops
+(decision 0058); `decode:KEYS:WARPS:STAGES`, with this tile of attention for decode tokens.
 `--vllm` names the Python of an environment with vLLM, which runs the same prompts in turn, with random weights
 (scripts/peers/vllm_gpu.py), in the memory that XLA_PYTHON_CLIENT_MEM_FRACTION leaves: 0.5 for an 8B and 80 GB. On a CPU
 it runs too, with `--shape tiny`, as a rehearsal.
@@ -13,6 +16,7 @@ it runs too, with `--shape tiny`, as a rehearsal.
 import argparse
 import collections
 import contextlib
+import dataclasses
 import functools
 import gzip
 import json
@@ -23,6 +27,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "src")]
@@ -35,6 +40,8 @@ from levanter_infer.bench.report import provenance  # noqa: E402
 from levanter_infer.bench.throughput import timed_call  # noqa: E402
 from levanter_infer.engine.config import EngineConfig  # noqa: E402
 from levanter_infer.engine.engine import InferenceEngine  # noqa: E402
+from levanter_infer.kernels import registry  # noqa: E402
+from levanter_infer.kernels.gpu import attention  # noqa: E402
 
 SHAPES = {"8B": dict(hidden=4096, layers=32, heads=32, kv_heads=8, mlp=14336, vocab=128256), **workload.SHAPES}
 Counts = collections.Counter[str]
@@ -54,6 +61,9 @@ def main() -> int:
     parser.add_argument("--output", default=128, type=int)
     parser.add_argument("--repeats", default=5, type=int)
     parser.add_argument("--engines", default=1, type=int, help="engines that are measured for each batch, one by one")
+    parser.add_argument(
+        "--forms", default=["default"], type=lambda text: text.split(","), help="of engines that are measured in turn"
+    )
     parser.add_argument("--backend", default="auto", help="engine.attention and engine.matmul")
     parser.add_argument("--numerics", default="default", help="engine.numerics")
     parser.add_argument("--megabytes", default=2048, type=int, help="size of the copied array")
@@ -62,6 +72,11 @@ def main() -> int:
     parser.add_argument("--trace", help="folder for a profile")
     parser.add_argument("--kernels", default=24, type=int, help="how many kernels of a profile are named")
     args = parser.parse_args()
+    try:
+        for form in args.forms:
+            in_form(form)
+    except ValueError as error:
+        parser.error(str(error))
     sizes, about = SHAPES[args.shape], provenance()
 
     def emit(**fields) -> None:
@@ -73,24 +88,27 @@ def main() -> int:
     for batch in args.batch:
         prompts = workload.random_prompts(sizes["vocab"], [args.prompt] * batch, seed=batch)
         needed = step_bytes(sizes, batch, args.prompt + args.output * 5 / 8)
-        engine, others = None, {}
+        engines, others = {}, {}
         with contextlib.ExitStack() as stack:
             if args.vllm:
-                others["vllm decode"] = functools.partial(stack.enter_context(vllm_side(args, sizes, batch)), prompts)
+                others["vllm"] = functools.partial(stack.enter_context(vllm_side(args, sizes, batch)), prompts)
             for _ in range(args.engines):
-                del engine  # before the next one takes its memory
-                engine = engine_for(model, args, batch, args.prompt)
-                ours = functools.partial(timed_call, engine, prompts, "greedy")
-                for check, steps in decode_steps({"decode": ours, **others}, args).items():
+                engines.clear()  # before the next ones take their memory
+                for form in args.forms:
+                    engines[form] = engine_for(model, args, batch, args.prompt, form)
+                ours = {form: functools.partial(timed_call, each, prompts, "greedy") for form, each in engines.items()}
+                for side, steps in decode_steps({**ours, **others}, args).items():
                     share = needed / statistics.median(steps) / copy
-                    emit(check=check, batch=batch, **spread(steps), of_copy=round(share, 3), good=share >= MIN_DECODE)
+                    names = {"check": "vllm decode"} if side in others else {"check": "decode", "form": side}
+                    emit(**names, batch=batch, **spread(steps), of_copy=round(share, 3), good=share >= MIN_DECODE)
                 del ours
-        if args.trace is not None and engine is not None:
-            emit(check="launches", batch=batch, **launches(engine, prompts, args, Path(args.trace) / str(batch)))
-        del engine
+        for form, engine in engines.items() if args.trace is not None else ():
+            folder = Path(args.trace) / str(batch) / form.replace(":", "-")
+            emit(check="launches", form=form, batch=batch, **launches(engine, prompts, args, folder))
+        del engines
     if args.prefill:
         prompts = workload.random_prompts(sizes["vocab"], [args.prefill] * 4, seed=0)
-        engine = engine_for(model, args, len(prompts), args.prefill)
+        engine = engine_for(model, args, len(prompts), args.prefill, "default")
         timed_call(engine, prompts, "greedy", 1)
         seconds = min(timed_call(engine, prompts, "greedy", 1)[0] for _ in range(args.repeats))
         share = prefill_flops(sizes, len(prompts), args.prefill) / seconds / peak
@@ -133,11 +151,37 @@ def matmul_rate(side: int) -> float:
     return 2 * TIMES * side**3 / best(matmuls, a, b)
 
 
-def engine_for(model, args, batch: int, prompt: int) -> InferenceEngine:
+def in_form(form: str) -> contextlib.AbstractContextManager:
+    """Within it engines of this form are compiled. Raises: ValueError for one that is not known."""
+    match form.split(":"):
+        case ["default"]:
+            return contextlib.nullcontext()
+        case ["loops"]:
+            platforms = {name: dataclasses.replace(each, branches=False) for name, each in registry.PLATFORMS.items()}
+            return mock.patch.dict(registry.PLATFORMS, platforms)
+        case ["decode", *numbers] if len(numbers) == 3 and all(number.isdigit() for number in numbers):
+            keys, warps, stages = map(int, numbers)
+            lanes = attention.lanes
+
+            def changed(**sizes) -> tuple[attention.Tile, attention.Tile]:
+                decode, prefill = lanes(**sizes)
+                turns = max(1, decode.min_turns * decode.keys // keys)  # splits of the same length
+                tile = dict(keys=keys, warps=warps, stages=stages, min_turns=turns)
+                return dataclasses.replace(decode, **tile), prefill
+
+            return mock.patch.object(attention, "lanes", changed)
+    raise ValueError(f"--forms: got {form!r}, expected default, loops or decode:KEYS:WARPS:STAGES")
+
+
+def engine_for(model, args, batch: int, prompt: int, form: str) -> InferenceEngine:
     longest = workload.round_up(prompt + args.output + 2, 16)
     kernels = dict(attention=args.backend, matmul=args.backend, numerics=args.numerics)
     config = EngineConfig(max_seqs=batch, max_seq_len=longest, prefix_cache=False, **kernels)
-    return InferenceEngine(model, config=config)
+    jax.clear_caches()  # of functions that were traced in another form
+    with in_form(form):
+        engine = InferenceEngine(model, config=config)
+        engine.warmup()
+    return engine
 
 
 def decode_steps(sides: dict[str, Callable], args) -> dict[str, list[float]]:
