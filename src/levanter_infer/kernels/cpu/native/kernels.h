@@ -1,5 +1,6 @@
 // What the kernels of one instruction set compute, and what they are given. Each set is compiled by itself, from the
-// same sources: generic.cc, avx2.cc and avx512.cc include kernels.inc.
+// same sources: generic.cc, avx2.cc and avx512.cc include kernels.inc. They include headers before they name their
+// instruction set: the linker may take any file's copy of what these define.
 #pragma once
 
 #include <algorithm>
