@@ -181,6 +181,18 @@ def test_shapes_are_checked_before_anything_is_read(write, no_reading):
         load_model(write(tensors))
 
 
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="an accelerator has memory of its own")
+def test_weights_that_do_not_fit_into_memory_are_refused_before_anything_is_read(write, monkeypatch):
+    directory = write()
+    needed = sum(leaf.nbytes for leaf in jax.tree.leaves(load_model(directory)[0]))
+    monkeypatch.setattr(load_module, "available_bytes", lambda: needed)
+    load_model(directory)
+    monkeypatch.setattr(load_module, "available_bytes", lambda: needed - 1)
+    monkeypatch.setattr(load_module, "read_tensors", lambda *_: pytest.fail("read"))
+    with pytest.raises(ValueError, match=r"the weights do not fit into memory: .* as float32, .* a narrower dtype"):
+        load_model(directory)
+
+
 def test_quantized_tensors_are_refused(write, no_reading):
     tensors = weights()
     tensors[K_PROJ] = tensors[K_PROJ].astype(np.int8)

@@ -5,6 +5,9 @@ import dataclasses
 import jax
 import pytest
 
+from levanter_infer.checkpoints.load import open_model
+from levanter_infer.checkpoints.save import save_model
+from levanter_infer.checkpoints.source import resolve_source
 from levanter_infer.decode.programs import Programs
 from levanter_infer.engine import sizes as engine_sizes
 from levanter_infer.engine.backend_choice import BackendChoice
@@ -96,6 +99,14 @@ def test_tables_for_which_there_is_no_memory_are_refused_too():
     config = EngineConfig(max_seqs=2**20, max_seq_len=2**20, page_size=16, max_pages=2**21)
     with pytest.raises(ValueError, match=r"tables \d+\.\d\d GiB, .* lower engine\.max_seqs or engine\.max_seq_len$"):
         InferenceEngine(tiny_model(max_position_embeddings=2**20), config=config)
+
+
+def test_weights_for_which_there_is_no_memory_are_not_loaded(tmp_path, monkeypatch):
+    save_model(tiny_model(), tmp_path)
+    model = open_model(resolve_source(tmp_path))
+    monkeypatch.setattr(engine_sizes, "free_bytes", lambda: 1000)
+    with pytest.raises(ValueError, match=r"weights that are not loaded yet .* a narrower dtype"):
+        InferenceEngine(model, config=EngineConfig(max_seqs=2, max_pages=9))
 
 
 def test_a_round_ends_at_the_step_limit_and_the_next_goes_on():

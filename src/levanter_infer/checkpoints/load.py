@@ -1,6 +1,7 @@
 """Load an HF checkpoint: check all tensors against the headers, then read one at a time into stacked arrays."""
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,6 +24,7 @@ from levanter_infer.models.registry import family_for
 from levanter_infer.models.tensors import Parameter, get_parameter, parameters, set_parameter
 from levanter_infer.models.tensors import Source as TensorSource
 from levanter_infer.runtime.compile_cache import enable_compile_cache
+from levanter_infer.runtime.memory import available_bytes
 from levanter_infer.runtime.progress import stage
 
 if TYPE_CHECKING:
@@ -78,8 +80,19 @@ class StoredModel:
 def load_weights(source: Source, *, dtype: str | None = None, config: Mapping[str, Any] | None = None) -> DecoderModel:
     """The model of a checkpoint. Raises: ValueError as `load_model`."""
     stored = open_model(source, dtype=dtype, config=config)
+    _check_memory(stored.types, source)
     with stage("reading weights"):
         return stored.read()
+
+
+def _check_memory(types: DecoderModel, source: Source) -> None:
+    """Refuse weights that this machine cannot hold, where they stay in its memory: the system would end the process."""
+    needed = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(types))
+    if jax.default_backend() == "cpu" and needed > (free := available_bytes()):
+        raise ValueError(
+            f"{source.name}: the weights do not fit into memory: they take {needed / 2**30:.2f} GiB as {types.dtype}, "
+            f"and {free / 2**30:.2f} GiB are free; load them in a narrower dtype, or on a machine with more memory"
+        )
 
 
 def open_model(source: Source, *, dtype: str | None = None, config: Mapping[str, Any] | None = None) -> StoredModel:

@@ -199,12 +199,16 @@ def check_memory(arch: DecoderConfig, shapes: Shapes, page_bytes: Mapping[int | 
     }
     said = ", ".join(f"{name} {size / 2**30:.2f} GiB" for name, size in parts.items() if size)
     most = max(free - states - tables, 0) // max(sum(page_bytes.values()), 1)
-    fits = shapes.max_seqs <= most < shapes.num_pages
-    todo = f"engine.max_pages to at most {most}" if fits else "engine.max_seqs or engine.max_seq_len"
+    if free < 0:
+        todo = "load the weights in a narrower dtype, or take a device with more memory"
+    elif shapes.max_seqs <= most < shapes.num_pages:
+        todo = f"lower engine.max_pages to at most {most}"
+    else:
+        todo = "lower engine.max_seqs or engine.max_seq_len"
     sizes = f"max_pages={shapes.num_pages}, max_seqs={shapes.max_seqs} and max_seq_len={shapes.max_seq_len}"
     raise ValueError(
         f"the engine does not fit into memory: {sizes} take {said}, and {(free + unread_bytes) / 2**30:.2f} GiB are "
-        f"free; lower {todo}"
+        f"free; {todo}"
     )
 
 
