@@ -62,7 +62,7 @@ def main() -> int:
     parser.add_argument("--repeats", default=5, type=int)
     parser.add_argument("--engines", default=1, type=int, help="engines that are measured for each batch, one by one")
     parser.add_argument(
-        "--forms", default=["default"], type=lambda text: text.split(","), help="of engines that are measured in turn"
+        "--forms", default=["default"], type=lambda text: text.split(","), help="forms to measure in turn"
     )
     parser.add_argument("--backend", default="auto", help="engine.attention and engine.matmul")
     parser.add_argument("--numerics", default="default", help="engine.numerics")
@@ -75,6 +75,8 @@ def main() -> int:
     try:
         for form in args.forms:
             in_form(form)
+        if len(set(args.forms)) < len(args.forms):
+            raise ValueError(f"--forms: got {','.join(args.forms)}, expected each form once; --engines repeats them")
     except ValueError as error:
         parser.error(str(error))
     sizes, about = SHAPES[args.shape], provenance()
@@ -102,9 +104,9 @@ def main() -> int:
                     names = {"check": "vllm decode"} if side in others else {"check": "decode", "form": side}
                     emit(**names, batch=batch, **spread(steps), of_copy=round(share, 3), good=share >= MIN_DECODE)
                 del ours
-        for form, engine in engines.items() if args.trace is not None else ():
+        for form in engines if args.trace is not None else ():
             folder = Path(args.trace) / str(batch) / form.replace(":", "-")
-            emit(check="launches", form=form, batch=batch, **launches(engine, prompts, args, folder))
+            emit(check="launches", form=form, batch=batch, **launches(engines[form], prompts, args, folder))
         del engines
     if args.prefill:
         prompts = workload.random_prompts(sizes["vocab"], [args.prefill] * 4, seed=0)
@@ -152,14 +154,14 @@ def matmul_rate(side: int) -> float:
 
 
 def in_form(form: str) -> contextlib.AbstractContextManager:
-    """Within it engines of this form are compiled. Raises: ValueError for one that is not known."""
+    """A context in which engines are compiled in this form. Raises: ValueError for one that is not known."""
     match form.split(":"):
         case ["default"]:
             return contextlib.nullcontext()
         case ["loops"]:
             platforms = {name: dataclasses.replace(each, branches=False) for name, each in registry.PLATFORMS.items()}
             return mock.patch.dict(registry.PLATFORMS, platforms)
-        case ["decode", *numbers] if len(numbers) == 3 and all(number.isdigit() for number in numbers):
+        case ["decode", *numbers] if len(numbers) == 3 and all(n.isdigit() and int(n) for n in numbers):
             keys, warps, stages = map(int, numbers)
             lanes = attention.lanes
 
@@ -176,7 +178,8 @@ def in_form(form: str) -> contextlib.AbstractContextManager:
 def engine_for(model, args, batch: int, prompt: int, form: str) -> InferenceEngine:
     longest = workload.round_up(prompt + args.output + 2, 16)
     kernels = dict(attention=args.backend, matmul=args.backend, numerics=args.numerics)
-    config = EngineConfig(max_seqs=batch, max_seq_len=longest, prefix_cache=False, **kernels)
+    pages = batch * longest // 16  # the same whatever memory other engines leave
+    config = EngineConfig(max_seqs=batch, max_seq_len=longest, max_pages=pages, prefix_cache=False, **kernels)
     jax.clear_caches()  # of functions that were traced in another form
     with in_form(form):
         engine = InferenceEngine(model, config=config)

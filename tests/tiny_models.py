@@ -30,7 +30,7 @@ LLAMA = {
 }
 
 SIZES = dict(max_seqs=4, max_seq_len=64, page_size=4, max_step_tokens=16)
-"""Of an engine for a test that needs no others: the rounds of all such engines of `tiny_model` are compiled once."""
+"""Engine sizes for tests that need no others: the rounds of all such engines of `tiny_model` are compiled once."""
 
 
 @functools.lru_cache

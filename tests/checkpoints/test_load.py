@@ -21,6 +21,7 @@ from levanter_infer.checkpoints.weights import StoredTensor, stored_tensors
 from levanter_infer.layers.layout import Layout
 from levanter_infer.models.registry import family_for
 from levanter_infer.models.tensors import parameters
+from levanter_infer.runtime import memory
 from tests.golden_cases import load_case, make_weights, write_checkpoint
 
 CONFIG = {
@@ -185,12 +186,15 @@ def test_shapes_are_checked_before_anything_is_read(write, no_reading):
 def test_weights_that_do_not_fit_into_memory_are_refused_before_anything_is_read(write, monkeypatch):
     directory = write()
     needed = sum(leaf.nbytes for leaf in jax.tree.leaves(load_model(directory)[0]))
-    monkeypatch.setattr(load_module, "available_bytes", lambda: needed)
+    monkeypatch.setattr(memory, "_bytes_by_name", lambda _: {})  # no swap space
+    monkeypatch.setattr(memory, "available_bytes", lambda: needed)
     load_model(directory)
-    monkeypatch.setattr(load_module, "available_bytes", lambda: needed - 1)
+    monkeypatch.setattr(memory, "available_bytes", lambda: needed - 1)
     monkeypatch.setattr(load_module, "read_tensors", lambda *_: pytest.fail("read"))
-    with pytest.raises(ValueError, match=r"the weights do not fit into memory: .* as float32, .* a narrower dtype"):
+    with pytest.raises(ValueError, match='the model does not fit into memory: .* give dtype="bfloat16", or'):
         load_model(directory)
+    with pytest.raises(pytest.fail.Exception):
+        load_model(directory, dtype="bfloat16")
 
 
 def test_quantized_tensors_are_refused(write, no_reading):

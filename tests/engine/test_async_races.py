@@ -14,7 +14,7 @@ from tests.engine.test_async_engine import alone, check_empty, collect, request,
 
 @pytest.fixture(scope="module")
 def engine():
-    config = EngineConfig(max_seqs=8, max_seq_len=96, page_size=4, max_step_tokens=32, max_round_steps=1)
+    config = EngineConfig(max_seqs=4, max_seq_len=64, page_size=4, max_step_tokens=32, max_round_steps=2)
     return InferenceEngine(*load_model("models/tiny"), config)
 
 

@@ -56,14 +56,14 @@ def slow(*values):
 
 @pytest.mark.parametrize("backend", [slow({"attention": "reference"}), XLA, slow({})])
 def test_paged_attention_gives_the_tokens_of_the_uncached_forward(backend):
-    tokens, engine = run([3], max_seqs=1, max_step_tokens=16, **backend)
+    tokens, engine = run([3], max_seqs=1, max_step_tokens=16, page_size=4, **backend)
     assert tokens == [[expected()[3]]]
     assert engine.stats()["steps"] == STEPS  # the prompt was computed as a whole
 
 
 @pytest.mark.parametrize("chunk, backend", [(1, {}), slow(3, XLA), (16, XLA), slow(16, {}), slow(1000, {})])
 def test_prompt_chunks_of_any_size_give_the_same_tokens(chunk, backend):
-    tokens, engine = run([0, 4], max_seqs=1, max_step_tokens=chunk, **backend)
+    tokens, engine = run([0, 4], max_seqs=1, max_step_tokens=chunk, page_size=4, **backend)
     assert tokens == [[expected()[0]], [expected()[4]]]
     prompt_steps = sum(-(-LENGTHS[i] // chunk) for i in (0, 4))
     assert engine.stats()["steps"] == prompt_steps + 2 * (STEPS - 1)

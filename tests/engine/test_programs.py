@@ -64,19 +64,20 @@ def test_a_second_compilation_of_the_round_is_an_error_or_a_warning_that_names_w
 
 
 def test_two_hundred_mixed_requests_compile_nothing_new():
-    engine = InferenceEngine(tiny_model(), config=EngineConfig(**SIZES))
+    engine = InferenceEngine(tiny_model(), config=EngineConfig(**SIZES, max_pages=20))
     engine.generate([Request(prompt_token_ids=[1, 2, 3], sampling=SamplingParams(max_tokens=2))])
     engine.reset()
     programs = engine.stats()["programs"]
     assert programs == {"init": 1, "round": 1, "reset": 1, "zero_cache": 1}
     rng = np.random.default_rng(0)
-    served = 0
+    served = preemptions = 0
     for _ in range(10):
         outputs = engine.generate([random_request(rng) for _ in range(20)])
         served += sum(not output.error for output in outputs)
+        preemptions += engine.stats()["preemptions"]
         if rng.random() < 0.3:
             engine.reset()
-    assert served > 150
+    assert served > 150 and preemptions > 0
     assert engine.stats()["programs"] == programs
 
 

@@ -15,7 +15,7 @@ REQUEST = Request(prompt_token_ids=[5, 6, 7, 8, 9], sampling=SamplingParams(max_
 
 @pytest.fixture(scope="module")
 def engine():
-    return InferenceEngine(tiny_model(), config=EngineConfig(**SIZES))
+    return InferenceEngine(tiny_model(), config=EngineConfig(**SIZES, max_pages=20))
 
 
 def pool(engine: InferenceEngine) -> np.ndarray:

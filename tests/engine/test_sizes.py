@@ -16,8 +16,11 @@ from levanter_infer.engine.engine import InferenceEngine
 from levanter_infer.engine.params import SamplingParams
 from levanter_infer.engine.request import Request
 from levanter_infer.engine.sizes import resolve_shapes
+from levanter_infer.kernels.cpu import bindings as cpu
+from levanter_infer.runtime import memory
 from tests.tiny_models import tiny_model
 
+built = pytest.mark.skipif(not cpu.available(), reason="the C++ kernels were not built")
 TOKEN_BYTES = 2 * 2 * 2 * 8 * 4  # layers, K and V, kv heads, head size, f32
 
 
@@ -81,32 +84,41 @@ def test_sizes_that_make_no_sense_are_refused_by_name(sizes, message):
         resolve_shapes(EngineConfig(**{"max_seq_len": 32, **sizes}), tiny_model(), 1)
 
 
-def test_pages_for_which_there_is_no_memory_are_refused_before_anything_is_compiled(monkeypatch):
-    config = EngineConfig(max_seqs=2, max_seq_len=32, page_size=4, max_pages=100)
+def with_free_memory(monkeypatch, size: int) -> None:
+    monkeypatch.setattr(memory, "available_bytes", lambda: size)
+    monkeypatch.setattr(memory, "_bytes_by_name", lambda _: {})  # no swap space
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="an accelerator has memory of its own")
+@pytest.mark.parametrize("matmul", ["xla", pytest.param("cpu", marks=built)])
+def test_an_engine_for_which_there_is_no_memory_is_refused_before_anything_is_compiled(monkeypatch, matmul):
+    """Tables and pages count, and weights that the C++ kernels copy."""
+    config = EngineConfig(max_seqs=2, max_seq_len=32, page_size=4, max_pages=100, matmul=matmul, attention=matmul)
     engine = InferenceEngine(tiny_model(), config=config)
-    state = jax.tree.leaves((engine.state.decode, engine.state.cache))
-    needed = sum(leaf.nbytes for leaf in state)
-    assert engine.shapes.num_pages == 100 and needed > 100 * 4 * TOKEN_BYTES
-    monkeypatch.setattr(engine_sizes, "free_bytes", lambda: needed)
+    copies = {id(leaf): leaf.nbytes for leaf in jax.tree.leaves(engine.model)}
+    for leaf in jax.tree.leaves(tiny_model()):
+        copies.pop(id(leaf), None)
+    copied = sum(copies.values())
+    needed = sum(leaf.nbytes for leaf in jax.tree.leaves(engine.state)) + copied
+    assert needed > 100 * 4 * TOKEN_BYTES and (copied > 0) == (matmul == "cpu")
+    with_free_memory(monkeypatch, needed)
     InferenceEngine(tiny_model(), config=config)
-    monkeypatch.setattr(engine_sizes, "free_bytes", lambda: needed - 1)
+    with_free_memory(monkeypatch, needed - 1)
     monkeypatch.setattr(Programs, "compile_all", lambda *_: pytest.fail("compiled"))
-    with pytest.raises(ValueError, match=r"max_pages=100, max_seqs=2 .* lower engine\.max_pages to at most 99$"):
+    with pytest.raises(ValueError, match=r"the engine does not fit into memory: .* lower engine\.max_pages \(100\), "):
         InferenceEngine(tiny_model(), config=config)
 
 
-def test_tables_for_which_there_is_no_memory_are_refused_too():
-    config = EngineConfig(max_seqs=2**20, max_seq_len=2**20, page_size=16, max_pages=2**21)
-    with pytest.raises(ValueError, match=r"tables \d+\.\d\d GiB, .* lower engine\.max_seqs or engine\.max_seq_len$"):
-        InferenceEngine(tiny_model(max_position_embeddings=2**20), config=config)
-
-
-def test_weights_for_which_there_is_no_memory_are_not_loaded(tmp_path, monkeypatch):
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="an accelerator has memory of its own")
+def test_weights_for_which_there_is_no_memory_are_not_read(tmp_path, monkeypatch):
     save_model(tiny_model(), tmp_path)
     model = open_model(resolve_source(tmp_path))
-    monkeypatch.setattr(engine_sizes, "free_bytes", lambda: 1000)
-    with pytest.raises(ValueError, match=r"weights that are not loaded yet .* a narrower dtype"):
-        InferenceEngine(model, config=EngineConfig(max_seqs=2, max_pages=9))
+    config = EngineConfig(max_seqs=2, max_seq_len=32, page_size=4, max_pages=100, matmul="xla", attention="xla")
+    state = sum(leaf.nbytes for leaf in jax.tree.leaves(InferenceEngine(tiny_model(), config=config).state))
+    weights = sum(leaf.nbytes for leaf in jax.tree.leaves(tiny_model()))
+    with_free_memory(monkeypatch, state + weights - 1)
+    with pytest.raises(ValueError, match=rf"weights {weights / 2**20:.1f} MiB"):
+        InferenceEngine(model, config=config)
 
 
 def test_a_round_ends_at_the_step_limit_and_the_next_goes_on():

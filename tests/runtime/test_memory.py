@@ -92,8 +92,17 @@ def test_files_that_were_read_into_a_control_groups_memory_count_as_free(machine
     group = machine / "sys" / "fs" / "cgroup"
     (group / "memory.max").write_text(f"{6 << 20}\n")
     (group / "memory.current").write_text(f"{5 << 20}\n")
-    (group / "memory.stat").write_text(f"anon 1\ninactive_file {3 << 20}\nactive_file 7\n")
+    (group / "memory.stat").write_text(f"anon 1\ninactive_file {2 << 20}\nactive_file {1 << 20}\n")
     assert memory.available_bytes() == 4 << 20
+
+
+def test_swap_space_counts_before_something_is_refused(machine):
+    (machine / "proc" / "meminfo").write_text("MemAvailable:   8192 kB\nSwapFree:   1024 kB\n")
+    memory.check_host_memory("it", {"this": 8 << 20, "that": 1 << 20}, "go")
+    with pytest.raises(
+        ValueError, match=r"^it does not .* 9\.0 MiB \(this 8\.0 MiB, that 1\.0 MiB\), and 9\.0 .*; go$"
+    ):
+        memory.check_host_memory("it", {"this": 8 << 20, "that": (1 << 20) + 1}, "go")
 
 
 def test_memory_of_this_process_is_that_of_the_system(machine):

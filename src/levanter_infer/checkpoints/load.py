@@ -24,7 +24,7 @@ from levanter_infer.models.registry import family_for
 from levanter_infer.models.tensors import Parameter, get_parameter, parameters, set_parameter
 from levanter_infer.models.tensors import Source as TensorSource
 from levanter_infer.runtime.compile_cache import enable_compile_cache
-from levanter_infer.runtime.memory import available_bytes
+from levanter_infer.runtime.memory import check_host_memory
 from levanter_infer.runtime.progress import stage
 
 if TYPE_CHECKING:
@@ -86,12 +86,12 @@ def load_weights(source: Source, *, dtype: str | None = None, config: Mapping[st
 
 
 def _check_memory(types: DecoderModel, source: Source) -> None:
-    """Refuse weights that this machine cannot hold, where they stay in its memory: the system would end the process."""
-    needed = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(types))
-    if jax.default_backend() == "cpu" and needed > (free := available_bytes()):
-        raise ValueError(
-            f"{source.name}: the weights do not fit into memory: they take {needed / 2**30:.2f} GiB as {types.dtype}, "
-            f"and {free / 2**30:.2f} GiB are free; load them in a narrower dtype, or on a machine with more memory"
+    """Refuse weights that this machine cannot hold, where they stay in its memory. Raises: ValueError"""
+    if jax.default_backend() == "cpu":
+        needed = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(types))
+        narrower = 'give dtype="bfloat16", or ' if types.dtype == jnp.float32 else ""
+        check_host_memory(
+            f"{source.name}: the model", {"weights": needed}, f"{narrower}take a machine with more memory"
         )
 
 

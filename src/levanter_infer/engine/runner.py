@@ -7,6 +7,7 @@ Arrays at this boundary are NumPy arrays with a leading axis of data-parallel ra
 there is one rank, whose programs have no such axis.
 """
 
+import collections
 import dataclasses
 import logging
 import time
@@ -33,7 +34,7 @@ from levanter_infer.engine.config import EngineConfig
 from levanter_infer.engine.constraints import Resident, constraint_shapes, loads_of, mask_load, nothing_to_load
 from levanter_infer.engine.routes import routing_shapes
 from levanter_infer.engine.scoring import score_shapes
-from levanter_infer.engine.sizes import check_memory, kv_dtype, resolve_shapes, window_shapes
+from levanter_infer.engine.sizes import kv_dtype, resolve_shapes, window_shapes
 from levanter_infer.engine.tile_search import check_given_tiles
 from levanter_infer.layers.attention import AttentionSpec
 from levanter_infer.models.config import DecoderConfig
@@ -41,7 +42,7 @@ from levanter_infer.models.protocol import Model
 from levanter_infer.policies import Recompilation
 from levanter_infer.runtime.garbage_collection import gc_disabled
 from levanter_infer.runtime.hosts import Hosts, agree, agree_min
-from levanter_infer.runtime.memory import return_free_memory
+from levanter_infer.runtime.memory import check_host_memory, return_free_memory
 from levanter_infer.runtime.progress import stage
 from levanter_infer.structured.automaton import packed
 
@@ -99,6 +100,7 @@ class Runner:
         self.programs = programs_for(
             config, types, backend, self.shapes, attention, fingerprints=hosts is not None, logits_mod=logits_mod
         )
+        self._check_memory(types, makes_copies=stored is None and not donate_model, reads=stored is not None)
         self._enter_nothing(backend.put(empty_admission(self.shapes, self.num_ranks)))
         self.compile_s, self.is_warm = 0.0, False
         if stored is not None:
@@ -118,6 +120,31 @@ class Runner:
         """Types in place of the arrays of the pool, while it is given up."""
         self._is_dropped = False
         """Whether `sleep` was the last to give up the weights."""
+
+    def _check_memory(self, types, *, makes_copies: bool, reads: bool) -> None:
+        """Refuse an engine that this machine cannot hold, if the devices use its memory; others refuse by themselves.
+
+        Args:
+            makes_copies: whether `types` are arrays that stay beside those that the kernels read.
+            reads: whether the weights are not in memory yet.
+        Raises: ValueError
+        """
+        if not self.backend.platform.shares_memory:
+            return
+        weights = jax.tree.leaves(self.backend.prepared_types(types))
+        if makes_copies:
+            there = collections.Counter((leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(types))
+            for leaf in list(weights):
+                if there[leaf.shape, leaf.dtype] > 0:
+                    there[leaf.shape, leaf.dtype] -= 1
+                    weights.remove(leaf)
+        needed = {
+            "KV cache and tables": self.backend.device_bytes(self.programs.state_types),
+            "weights": self.backend.device_bytes(weights) if makes_copies or reads else 0,
+        }
+        shapes = self.shapes
+        sizes = f"{shapes.num_pages}), engine.max_seqs ({shapes.max_seqs}) or engine.max_seq_len ({shapes.max_seq_len})"
+        check_host_memory("the engine", needed, f"lower engine.max_pages ({sizes}, or free some memory")
 
     def _agreed(self, shapes: Shapes, arch: DecoderConfig) -> Shapes:
         """The smallest pool of all processes, and the same sizes in all others."""
@@ -530,15 +557,12 @@ def shapes_for(
         device_bytes: memory of a device that is not here; None: what is free in this process's first.
         scoring: whether the round computes prompt logprobs from the start.
         routing: whether it records routed experts from the start.
-    Raises: ValueError as `resolve_shapes`, and as `check_memory` where the device is here.
+    Raises: ValueError as `resolve_shapes`.
     """
     unread = 0 if is_loaded else backend.device_bytes(backend.prepared_types(types))
     shapes = resolve_shapes(
         config, types, num_eos, unread, backend.page_bytes, device_bytes, backend.platform.step_tokens
     )
-    if device_bytes is None:
-        dtype = kv_dtype(config, types)
-        check_memory(types.config, shapes, backend.page_bytes(types.config, shapes.page_size, dtype), unread)
     shapes = backend.adapt(shapes)
     if scoring:
         shapes = dataclasses.replace(shapes, scoring=score_shapes(config, types))

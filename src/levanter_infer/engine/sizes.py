@@ -1,22 +1,19 @@
 """The static sizes that follow from an `EngineConfig`, a model and a machine."""
 
 import dataclasses
-import math
 from collections.abc import Callable, Iterable, Mapping
 
-import jax
 import jax.numpy as jnp
 
 from levanter_infer.cache.memory import PoolSizes
 from levanter_infer.decode.shapes import SamplingLimits, Shapes, WindowShape
-from levanter_infer.decode.state import DecodeState
 from levanter_infer.engine.config import EngineConfig
 from levanter_infer.engine.params import MAX_STOP_TOKENS, SamplingParams
 from levanter_infer.kernels.backend import Backend, Platform
 from levanter_infer.kernels.xla.backend import XLA
 from levanter_infer.models.config import DecoderConfig
 from levanter_infer.policies import AdmissionPolicy, PreemptionPolicy
-from levanter_infer.runtime.memory import default_pool_bytes, free_bytes
+from levanter_infer.runtime.memory import default_pool_bytes
 
 MIN_UPLOAD_TOKENS = 4096
 """Prompt tokens that one round can upload, at least; longer prompts take several rounds."""
@@ -174,47 +171,6 @@ def resolve_shapes(
     if num_pages * page_size >= 2**31:
         raise ValueError(f"a pool of {num_pages} pages of {page_size} tokens exceeds 2^31 tokens; lower max_pages")
     return of_pages(num_pages)
-
-
-def check_memory(arch: DecoderConfig, shapes: Shapes, page_bytes: Mapping[int | None, int], unread_bytes: int) -> None:
-    """Refuse sizes for which this process's first device has too little memory: a CPU allocates what it does not have,
-    and the system ends the process once that is written.
-
-    Args:
-        page_bytes: bytes of a page in one device's memory, of `page_bytes`.
-        unread_bytes: weights that still have to be loaded into it.
-    Raises: ValueError
-    """
-    pool = pool_bytes(shapes, page_bytes)
-    states = slots_bytes(arch, shapes.num_slots + shapes.num_snapshots)
-    tables = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(_tables(shapes)))
-    free = free_bytes() - unread_bytes
-    if pool + states + tables <= free:
-        return
-    parts = {
-        "the KV cache": pool,
-        "states of fixed size": states,
-        "tables": tables,
-        "weights that are not loaded yet": unread_bytes,
-    }
-    said = ", ".join(f"{name} {size / 2**30:.2f} GiB" for name, size in parts.items() if size)
-    most = max(free - states - tables, 0) // max(sum(page_bytes.values()), 1)
-    if free < 0:
-        todo = "load the weights in a narrower dtype, or take a device with more memory"
-    elif shapes.max_seqs <= most < shapes.num_pages:
-        todo = f"lower engine.max_pages to at most {most}"
-    else:
-        todo = "lower engine.max_seqs or engine.max_seq_len"
-    sizes = f"max_pages={shapes.num_pages}, max_seqs={shapes.max_seqs} and max_seq_len={shapes.max_seq_len}"
-    raise ValueError(
-        f"the engine does not fit into memory: {sizes} take {said}, and {(free + unread_bytes) / 2**30:.2f} GiB are "
-        f"free; {todo}"
-    )
-
-
-def _tables(shapes: Shapes) -> DecodeState:
-    """The types of the tables."""
-    return jax.eval_shape(lambda: DecodeState.init(shapes))
 
 
 def pool_bytes(shapes: Shapes, page_bytes: Mapping[int | None, int]) -> int:

@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 import jax
@@ -24,22 +25,12 @@ def default_pool_bytes(unread_bytes: int = 0, device_bytes: int | None = None) -
     """
     if device_bytes is not None:
         return _steady(int(max(device_bytes - unread_bytes, 0) * _DEVICE_SHARE))
-    free = max(free_bytes() - unread_bytes, 0)
-    if _device_free_bytes() is not None:
-        return _steady(int(free * _DEVICE_SHARE))
-    return _steady(min(int(free * _CPU_SHARE), _CPU_LIMIT_BYTES))
-
-
-def free_bytes() -> int:
-    """Free memory of this process's first device: of an accelerator its own, of a CPU that of the machine."""
-    free = _device_free_bytes()
-    return available_bytes() if free is None else free
-
-
-def _device_free_bytes() -> int | None:
-    """Free memory that a device counts itself; None on a CPU."""
     stats = jax.local_devices()[0].memory_stats()
-    return stats["bytes_limit"] - stats.get("bytes_in_use", 0) if stats and "bytes_limit" in stats else None
+    if stats and "bytes_limit" in stats:
+        free = stats["bytes_limit"] - stats.get("bytes_in_use", 0) - unread_bytes
+        return _steady(int(max(free, 0) * _DEVICE_SHARE))
+    available = available_bytes() - unread_bytes
+    return _steady(min(int(max(available, 0) * _CPU_SHARE), _CPU_LIMIT_BYTES))
 
 
 def default_host_bytes() -> int:
@@ -57,18 +48,38 @@ def available_bytes() -> int:
     with contextlib.suppress(OSError, ValueError):  # no limit: "max"
         group = Path("/sys/fs/cgroup")
         limit, used = (int((group / name).read_text()) for name in ("memory.max", "memory.current"))
-        free = min(free, limit - used + _reclaimable_bytes(group / "memory.stat"))
+        free = min(free, limit - used + _file_bytes(group / "memory.stat"))
     return free
 
 
-def _reclaimable_bytes(path: Path) -> int:
-    """Page cache among a control group's used memory that the kernel drops first: files that were read some time ago,
-    such as a checkpoint."""
+def _file_bytes(path: Path) -> int:
+    """Page cache among a control group's used memory, which the kernel drops when memory is needed."""
     try:
         lines = (line.split() for line in path.read_text().splitlines())
-        return next((int(size) for name, size in lines if name == "inactive_file"), 0)
+        return sum(int(size) for name, size in lines if name in ("inactive_file", "active_file"))
     except OSError:
         return 0
+
+
+def check_host_memory(what: str, needed: Mapping[str, int], remedy: str) -> None:
+    """Refuse what this machine cannot hold: it would be allocated, and the system would end the process once it is
+    written.
+
+    Args:
+        what: the subject of the error, such as "the engine".
+        needed: bytes, by what needs them.
+        remedy: what to do, for the error.
+    Raises: ValueError
+    """
+    free, total = available_bytes(), sum(needed.values())
+    with contextlib.suppress(OSError):
+        free += _bytes_by_name(Path("/proc/meminfo")).get("SwapFree", 0)
+    if total > free:
+        parts = ", ".join(f"{name} {size / 2**20:,.1f} MiB" for name, size in needed.items() if size)
+        raise ValueError(
+            f"{what} does not fit into memory: it needs {total / 2**20:,.1f} MiB ({parts}), and "
+            f"{free / 2**20:,.1f} MiB are free; {remedy}"
+        )
 
 
 def _bytes_by_name(path: Path) -> dict[str, int]:
