@@ -90,6 +90,15 @@ def test_a_chain_of_references_does_not_overflow_the_stack(name):
             made.of_schema(refused)
 
 
+def slowness() -> float:
+    """How much slower this processor is just now than that of the bounds: one that shares its core with another process
+    takes nearly twice as long. Bounds are of work, and seconds are what is measured."""
+    begin, numbers = time.process_time(), {}
+    for i in range(1_000_000):
+        numbers[i & 1023] = i
+    return max(1.0, (time.process_time() - begin) / 0.075)
+
+
 def test_a_grammar_in_gbnf_has_so_many_rules():
     text = chained(guides._MAX_GBNF_RULES, 'r{} ::= "a" r{}\n', 'r{} ::= "b"\n').replace("r0", "root", 1)
     made = Guides(VOCAB, [END])
@@ -97,7 +106,7 @@ def test_a_grammar_in_gbnf_has_so_many_rules():
     begin = time.process_time()
     with pytest.raises(ConstraintError, match="it has 1025 rules in GBNF; at most 1024 are taken; give fewer"):
         made.of_grammar(text + 'more ::= "c"\n')
-    assert time.process_time() - begin < 1
+    assert time.process_time() - begin < 1 * slowness()
 
 
 def test_threads_that_start_after_a_compilation_have_stacks_as_before():
@@ -110,7 +119,7 @@ def test_threads_that_start_after_a_compilation_have_stacks_as_before():
 def test_what_is_empty_is_repeated_once(regex):
     begin = time.process_time()
     found, plain = transitions_of(regex), transitions_of("a")
-    assert time.process_time() - begin < 1
+    assert time.process_time() - begin < 1 * slowness()
     for left, right in zip(found, plain, strict=True):
         np.testing.assert_array_equal(left, right)
 
@@ -119,7 +128,7 @@ def test_items_that_are_empty_are_work_too():
     begin = time.process_time()
     with pytest.raises(TooManyStates, match="its automaton takes too long to make; simplify it"):
         transitions_of("(?:" + "()" * 30_000 + "b){10000}")
-    assert time.process_time() - begin < 3
+    assert time.process_time() - begin < 3 * slowness()
 
 
 def multiplied(levels: int, width: int, **bounds) -> dict:
@@ -152,7 +161,7 @@ LARGE = {
 def test_a_schema_is_read_in_a_second_or_left_to_llguidance(schema, expected):
     begin = time.process_time()
     assert regex_of(schema) == expected
-    assert time.process_time() - begin < 2
+    assert time.process_time() - begin < 2 * slowness()
 
 
 SETS = ["".join(chr(0x100 + k + 2 * i) for i in range(300)) for k in range(300)]
@@ -167,13 +176,13 @@ def test_the_work_of_a_regex_is_bounded(regex):
     begin = time.process_time()
     with pytest.raises(TooManyStates, match="its automaton takes too long to make; simplify it"):
         transitions_of(regex)
-    assert time.process_time() - begin < 3
+    assert time.process_time() - begin < 3 * slowness()
 
 
 def test_sets_without_case_take_no_longer_than_others():
     begin = time.process_time()
     found = transitions_of("(?i)" + "".join(f"[{letters}]" for letters in SETS))
-    assert time.process_time() - begin < 3 and len(found[0]) > len(SETS)
+    assert time.process_time() - begin < 3 * slowness() and len(found[0]) > len(SETS)
 
 
 def test_the_work_of_an_intersection_is_bounded():
@@ -183,4 +192,4 @@ def test_the_work_of_an_intersection_is_bounded():
     begin = time.process_time()
     with pytest.raises(TooManyStates, match=r"together they have more than \d+ states, with \d+ classes of tokens"):
         intersection(automaton, pairs)
-    assert time.process_time() - begin < 8
+    assert time.process_time() - begin < 8 * slowness()
