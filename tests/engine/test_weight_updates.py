@@ -15,15 +15,14 @@ from levanter_infer.engine.params import SamplingParams
 from levanter_infer.engine.request import Request
 from levanter_infer.engine.weight_updates import _differing
 from levanter_infer.models.uncached import next_token
-from tests.tiny_models import tiny_model, uncached_greedy
+from tests.tiny_models import SIZES, tiny_model, uncached_greedy
 
-PAGE, VOCAB, LENGTH = 4, 61, 64
+PAGE, VOCAB, LENGTH = SIZES["page_size"], 61, SIZES["max_seq_len"]
 ORACLE = jax.jit(next_token)
 
 
 def make_engine(model=None, **config) -> InferenceEngine:
-    sizes = dict(max_seqs=4, max_seq_len=LENGTH, page_size=PAGE, max_step_tokens=16)
-    return InferenceEngine(model or tiny_model(), config=EngineConfig(**{**sizes, **config}))
+    return InferenceEngine(model or tiny_model(), config=EngineConfig(**{**SIZES, **config}))
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,6 @@
 """Load an HF checkpoint: check all tensors against the headers, then read one at a time into stacked arrays."""
 
 import dataclasses
-import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -88,7 +87,7 @@ def load_weights(source: Source, *, dtype: str | None = None, config: Mapping[st
 def _check_memory(types: DecoderModel, source: Source) -> None:
     """Refuse weights that this machine cannot hold, where they stay in its memory. Raises: ValueError"""
     if jax.default_backend() == "cpu":
-        needed = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(types))
+        needed = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(types))
         narrower = 'give dtype="bfloat16", or ' if types.dtype == jnp.float32 else ""
         check_host_memory(
             f"{source.name}: the model", {"weights": needed}, f"{narrower}take a machine with more memory"

@@ -66,7 +66,7 @@ class Runner:
         routing: compile for routed experts at once.
         constraints: compile for structured output at once.
         logits_mod: as in `ProgramOptions`.
-    Raises: ValueError as `shapes_for` and `programs_for`.
+    Raises: ValueError as `shapes_for` and `programs_for`, and for an engine that a CPU's memory cannot hold.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class Runner:
         self.programs = programs_for(
             config, types, backend, self.shapes, attention, fingerprints=hosts is not None, logits_mod=logits_mod
         )
-        self._check_memory(types, makes_copies=stored is None and not donate_model, reads=stored is not None)
+        self._check_memory(types, is_loaded=stored is None, is_donated=donate_model)
         self._enter_nothing(backend.put(empty_admission(self.shapes, self.num_ranks)))
         self.compile_s, self.is_warm = 0.0, False
         if stored is not None:
@@ -121,30 +121,32 @@ class Runner:
         self._is_dropped = False
         """Whether `sleep` was the last to give up the weights."""
 
-    def _check_memory(self, types, *, makes_copies: bool, reads: bool) -> None:
+    def _check_memory(self, types, *, is_loaded: bool, is_donated: bool) -> None:
         """Refuse an engine that this machine cannot hold, if the devices use its memory; others refuse by themselves.
 
         Args:
-            makes_copies: whether `types` are arrays that stay beside those that the kernels read.
-            reads: whether the weights are not in memory yet.
+            types: the model, with arrays if it `is_loaded`. Its arrays stay beside those that are laid out otherwise,
+                unless it `is_donated`.
         Raises: ValueError
         """
         if not self.backend.platform.shares_memory:
             return
-        weights = jax.tree.leaves(self.backend.prepared_types(types))
-        if makes_copies:
-            there = collections.Counter((leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(types))
-            for leaf in list(weights):
-                if there[leaf.shape, leaf.dtype] > 0:
+        weights = []
+        if not (is_loaded and is_donated):
+            there = collections.Counter((leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(types) if is_loaded)
+            for leaf in jax.tree.leaves(self.backend.prepared_types(types)):
+                if there[leaf.shape, leaf.dtype]:
                     there[leaf.shape, leaf.dtype] -= 1
-                    weights.remove(leaf)
-        needed = {
-            "KV cache and tables": self.backend.device_bytes(self.programs.state_types),
-            "weights": self.backend.device_bytes(weights) if makes_copies or reads else 0,
-        }
+                else:
+                    weights.append(leaf)
+        needed = {"KV cache and tables": self.programs.state_types, "weights": weights}
         shapes = self.shapes
         sizes = f"{shapes.num_pages}), engine.max_seqs ({shapes.max_seqs}) or engine.max_seq_len ({shapes.max_seq_len})"
-        check_host_memory("the engine", needed, f"lower engine.max_pages ({sizes}, or free some memory")
+        check_host_memory(
+            "the engine",
+            {name: self.backend.device_bytes(tree) for name, tree in needed.items()},
+            f"lower engine.max_pages ({sizes}, or free some memory",
+        )
 
     def _agreed(self, shapes: Shapes, arch: DecoderConfig) -> Shapes:
         """The smallest pool of all processes, and the same sizes in all others."""

@@ -7,8 +7,8 @@ from rich.table import Table
 from levanter_infer.plan.figures import Figures
 from levanter_infer.plan.launches import StepLaunches
 from levanter_infer.plan.plan import Plan
-from levanter_infer.plan.search import gib
 from levanter_infer.plan.step_budget import StepBudget
+from levanter_infer.runtime.memory import gib
 
 
 def show(plan: Plan, console: Console) -> None:

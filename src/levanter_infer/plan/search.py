@@ -12,6 +12,7 @@ from typing import Any
 from levanter_infer.plan.figures import Figures, figures_of
 from levanter_infer.plan.spec import EngineSpec
 from levanter_infer.plan.targets import larger
+from levanter_infer.runtime.memory import gib
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,10 +60,6 @@ def misfit_of(figures: Figures, extra_bytes: int = 0) -> str | None:
             f"{figures.num_pages}: requests of that length would be refused"
         )
     return None
-
-
-def gib(size: int) -> str:
-    return f"{size / 2**30:.2f} GiB" if size >= 2**29 else f"{size / 2**20:.1f} MiB"
 
 
 def smallest_changes(spec: EngineSpec, extra_bytes: int = 0) -> list[Change]:

@@ -75,11 +75,15 @@ def check_host_memory(what: str, needed: Mapping[str, int], remedy: str) -> None
     with contextlib.suppress(OSError):
         free += _bytes_by_name(Path("/proc/meminfo")).get("SwapFree", 0)
     if total > free:
-        parts = ", ".join(f"{name} {size / 2**20:,.1f} MiB" for name, size in needed.items() if size)
+        parts = ", ".join(f"{name} {gib(size)}" for name, size in needed.items() if size)
         raise ValueError(
-            f"{what} does not fit into memory: it needs {total / 2**20:,.1f} MiB ({parts}), and "
-            f"{free / 2**20:,.1f} MiB are free; {remedy}"
+            f"{what} does not fit into memory: it needs {gib(total)} ({parts}), and {gib(free)} are free; {remedy}"
         )
+
+
+def gib(size: int) -> str:
+    """A number of bytes as text, in GiB or MiB."""
+    return f"{size / 2**30:.2f} GiB" if size >= 2**29 else f"{size / 2**20:.1f} MiB"
 
 
 def _bytes_by_name(path: Path) -> dict[str, int]:
