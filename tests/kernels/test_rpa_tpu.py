@@ -25,6 +25,8 @@ from tests.kernels.ragged import Ragged, Sizes, attend, dense_attention, for_tpu
 
 SIZES = Sizes(8, 2, 128, 16, tokens=60, rows=6, max_pages=20)
 MIXED = [(1, 300), (7, 260), (1, 3), (2, 2), (30, 290), (1, 129)]
+PARTS = pytest.mark.parametrize("parts", [1, 2], ids=["one-part", "parts-share-rows"])
+"""Both kv heads in one part, or one in each, whose queries stand in the same rows."""
 
 
 def small_tiles(sizes: Sizes, *, tokens=128, slots=3, parts=1) -> Tiles:
@@ -63,6 +65,12 @@ def test_a_small_mixed_batch_equals_dense():
     sizes = Sizes(4, 2, 64, 32, tokens=40, rows=5, max_pages=10)
     batch = make_ragged(sizes, [(1, 300), (7, 140), (1, 3), (20, 290)])
     check(batch, tiles=small_tiles(sizes, tokens=256), scale=1 / LOG2_E)
+
+
+def test_parts_whose_queries_share_rows_equal_dense():
+    """Each of three parts has one kv head, and two queries of the six that stand in its rows."""
+    sizes = Sizes(6, 3, 128, 16, tokens=4, rows=3, max_pages=10, sinks=True)
+    check(make_ragged(sizes, [(1, 150), (1, 3), (1, 130)]), tiles=small_tiles(sizes, parts=3))
 
 
 def test_query_blocks_and_decode_rows_behind_long_histories_equal_dense():
@@ -217,13 +225,16 @@ def test_a_scale_may_be_any_number(scale):
 
 
 @pytest.mark.slow
-def test_cap_alibi_and_sinks_equal_dense():
+@PARTS
+def test_cap_alibi_and_sinks_equal_dense(parts):
     slopes, sinks = jnp.asarray(2.0 ** -np.arange(8), jnp.float32), jnp.linspace(-3, 3, 8, dtype=jnp.float32)
-    check(make_ragged(SIZES, MIXED), traced=dict(alibi_slopes=slopes, sinks=sinks), soft_cap=0.7)
+    traced = dict(alibi_slopes=slopes, sinks=sinks)
+    check(make_ragged(SIZES, MIXED), traced=traced, tiles=small_tiles(SIZES, parts=parts), soft_cap=0.7)
 
 
 @pytest.mark.slow
-def test_mods_equal_dense_and_hidden_poison_changes_nothing():
+@PARTS
+def test_mods_equal_dense_and_hidden_poison_changes_nothing(parts):
     def score_mod(score, q_pos, kv_pos, head):
         relative = jnp.asarray(q_pos - kv_pos).astype(jnp.float32)
         return score * jnp.float32(1.5) - relative / (jnp.asarray(head) + 2).astype(jnp.float32)
@@ -235,7 +246,8 @@ def test_mods_equal_dense_and_hidden_poison_changes_nothing():
     exact = dense_attention(batch, scale=0.3, score_mod=score_mod, mask_mod=mask_mod)
     pages = np.asarray(batch.arrays["page_indices"])[:2, 77 // 16]
     batch.arrays["kv_pages"] = batch.arrays["kv_pages"].at[:, pages, 77 % 16].set(jnp.nan)
-    np.testing.assert_allclose(run(batch, score_mod=score_mod, mask_mod=mask_mod), exact, atol=1e-5, rtol=1e-5)
+    out = run(batch, tiles=small_tiles(SIZES, parts=parts), score_mod=score_mod, mask_mod=mask_mod)
+    np.testing.assert_allclose(out, exact, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.slow
@@ -252,11 +264,12 @@ def test_keys_on_an_unmapped_page_are_not_seen():
 
 
 @pytest.mark.slow
-def test_poison_of_a_row_does_not_reach_others():
+@PARTS
+def test_poison_of_a_row_does_not_reach_others(parts):
     batch = make_ragged(SIZES, [(1, 300), (7, 100), (1, 290)])
     pages = np.asarray(batch.arrays["page_indices"])
     batch.arrays["kv_pages"] = batch.arrays["kv_pages"].at[:, pages[1, :7]].set(jnp.nan)
-    out, exact = run(batch), dense_attention(batch, scale=0.3)
+    out, exact = run(batch, tiles=small_tiles(SIZES, parts=parts)), dense_attention(batch, scale=0.3)
     for token in (0, 8):
         np.testing.assert_allclose(out[token], exact[token], atol=1e-5)
     assert np.isnan(out[1:8]).all() and not out[9:].any()

@@ -23,6 +23,7 @@ from levanter_infer.kernels.tpu.scales import KEYS, VALUES, key_order, load_numb
 from levanter_infer.kernels.tpu.sizes import SUBLANES, Scratch, Sizes, Tile
 from levanter_infer.kernels.tpu.tables import Tables
 from levanter_infer.kernels.tpu.tiling import shifts_words
+from levanter_infer.kernels.tpu.word_rows import packing, store_rows
 from levanter_infer.kernels.tpu.work_items import Item, Rows
 
 MANY_PAGES = 32
@@ -42,7 +43,7 @@ def decode_attention(call: AttentionCall, tile: Tile, operand: jnp.dtype, *, int
     pool = TpuPool.of(call)
     num_tokens, num_heads, _ = call.q.shape
     groups, q_rows = pool.groups, num_heads // pool.groups
-    sharing = _sharing_groups(groups // tile.parts, q_rows)
+    sharing = _sharing_groups(groups, groups // tile.parts, q_rows, packing(call.q.dtype))
     blocks, used = groups // sharing, sharing * q_rows
     rows = -(-used // SUBLANES) * SUBLANES
     sizes = Sizes(
@@ -54,6 +55,7 @@ def decode_attention(call: AttentionCall, tile: Tile, operand: jnp.dtype, *, int
         operand=operand,
         in_words=pool.scaled and call.page_size % 32 == 0 and shifts_words(),
         sharing=sharing,
+        interpreted=bool(interpret),
     )
 
     def by_group(values: Array) -> Array:
@@ -70,13 +72,18 @@ def decode_attention(call: AttentionCall, tile: Tile, operand: jnp.dtype, *, int
     return pool.unpack_outputs(out.reshape(num_tokens, groups, q_rows, pool.value_tiles * LANES))
 
 
-def _sharing_groups(groups: int, q_rows: int) -> int:
+def _sharing_groups(groups: int, groups_per_part: int, q_rows: int, pack: int) -> int:
     """Groups of heads whose queries fill the rows of one register, as `Sizes.sharing`.
 
     A group of its own would be filled up with rows that are computed all the same, and XLA would copy queries into that
     form, and the results out of it.
+
+    Args:
+        pack: rows of the outputs per word row. Parts share a register if each has whole ones.
     """
-    return max(n for n in range(1, groups + 1) if groups % n == 0 and (n == 1 or n * q_rows <= SUBLANES))
+    fitting = [n for n in range(1, groups + 1) if groups % n == 0 and (n == 1 or n * q_rows <= SUBLANES)]
+    has_word_rows = groups_per_part * q_rows % pack == 0
+    return max(n for n in fitting if groups_per_part % n == 0 or (n % groups_per_part == 0 and has_word_rows))
 
 
 def attend_decode(rows: Rows, inputs: Inputs, out_ref, scratch: Scratch, *, call: AttentionCall, sizes: Sizes):
@@ -94,7 +101,7 @@ def attend_decode(rows: Rows, inputs: Inputs, out_ref, scratch: Scratch, *, call
 
         jax.lax.fori_loop(first, end, one, 0)
 
-    finish = functools.partial(_finish, sizes, scratch)
+    finish = functools.partial(_finish, pipeline)
     pipeline.run(unmasked if call.rules.mask_mod is None else None, masked, finish)
 
 
@@ -145,8 +152,9 @@ def _compute(call: AttentionCall, pipeline: Pipeline, item, q_slot, subblock, pr
 
     def head_of(group, row):
         """Query head of each row of the group's block; padded rows repeat the last."""
-        per_group, first = sizes.heads_per_group, group - group % sizes.sharing
-        return (pipeline.part * sizes.groups + first) * per_group + jnp.minimum(row, sizes.sharing * per_group - 1)
+        first = (pipeline.part - pipeline.place) * sizes.groups + group - group % sizes.sharing
+        per_group = sizes.heads_per_group
+        return first * per_group + jnp.minimum(row, sizes.sharing * per_group - 1)
 
     def scores_of(group, stretch):
         """f32[rows, width]"""
@@ -197,10 +205,8 @@ def _compute(call: AttentionCall, pipeline: Pipeline, item, q_slot, subblock, pr
         for pair in pairs(value_tiles):
             loaded = [load(sizes.values(group, t), stretch) for t in pair]
             if rules.mask_mod is not None:
-                heads = [
-                    head_of(group, group % sizes.sharing * sizes.heads_per_group + i)
-                    for i in range(sizes.heads_per_group)
-                ]
+                first_head = (pipeline.part * sizes.groups + group) * sizes.heads_per_group
+                heads = [first_head + i for i in range(sizes.heads_per_group)]
                 seen = _seen_by_any(rules, sizes, start, q_pos[0, 0], width, heads)
                 loaded = [jnp.where(seen, values, jnp.zeros((), values.dtype)) for values in loaded]
             at = [group * value_tiles + t for t in pair]
@@ -233,21 +239,29 @@ def _seen_by_any(rules, sizes: Sizes, start, q_pos, width: int, heads: Sequence)
     return functools.reduce(jnp.logical_or, seen)
 
 
-def _finish(sizes: Sizes, scratch: Scratch, slot) -> None:
+def _finish(pipeline: Pipeline, slot) -> None:
     """Write the outputs of a query block, acc / l, into their buffer."""
+    sizes, scratch = pipeline.sizes, pipeline.scratch
+    tiles, sharing, out = sizes.pool.value_tiles, min(sizes.sharing, sizes.groups), scratch.out_buf
+    row = jax.lax.broadcasted_iota(jnp.int32, (sizes.rows, LANES), 0)
+    first_row = pipeline.place * sizes.groups * sizes.heads_per_group
 
     def own_rows(groups: Sequence[Array]) -> Array:
-        """The rows of each of the groups that share them, from its own results."""
+        """The rows of each of the part's groups that share them, from its own results."""
         return functools.reduce(
-            lambda found, i: jnp.where(row >= i * sizes.heads_per_group, groups[i], found), range(1, sharing), groups[0]
+            lambda found, i: jnp.where(row >= first_row + i * sizes.heads_per_group, groups[i], found),
+            range(1, sharing),
+            groups[0],
         )
 
-    tiles, sharing, out = sizes.pool.value_tiles, sizes.sharing, scratch.out_buf
-    row = jax.lax.broadcasted_iota(jnp.int32, (sizes.rows, LANES), 0)
     for block in range(sizes.groups // sharing):
         groups = range(block * sharing, (block + 1) * sharing)
         sums = [[scratch.acc_ref[group * tiles + t] for group in groups] for t in range(tiles)]
         denominator = jnp.sum(own_rows([scratch.l_ref[group] for group in groups]), axis=1, keepdims=True)
         scale = jnp.float32(1) / jnp.where(denominator == 0, jnp.float32(1), denominator)
         for t, each in enumerate(sums):
-            out[slot, block * tiles + t] = (own_rows(each) * scale).astype(out.dtype)
+            outputs = (own_rows(each) * scale).astype(out.dtype)
+            if sizes.sharing_parts == 1:
+                out[slot, block * tiles + t] = outputs
+            else:
+                store_rows(out, (slot, block * tiles + t), outputs, interpreted=sizes.interpreted)

@@ -93,7 +93,7 @@ def run_kernel(body: Callable, call: AttentionCall, sizes: Sizes, rows: Rows, in
             kernel's.
         interpret: as `pallas_call` takes it.
     Returns: the output, of the shape of `inputs.q` but for its tiles of 128 lanes, which are those of values, and for
-        its dtype, that of `Scratch.out_buf`.
+        its rows and dtype, which are as in `Scratch.out_buf`.
     """
     hbm = pl.BlockSpec(memory_space=pl.ANY)
     shares = sizes.tile.row_shares
@@ -106,11 +106,12 @@ def run_kernel(body: Callable, call: AttentionCall, sizes: Sizes, rows: Rows, in
         )
 
     per_head = dict(sinks=own_heads(inputs.sinks), slopes=own_heads(inputs.slopes))
-    block = sizes.block(sizes.out_tiles * sizes.tile.parts, call.q.dtype)
+    block = sizes.out_block(call.q.dtype)
+    tiles = block.shape[0] * (sizes.tile.parts // sizes.sharing_parts)
     if sizes.tile.queries == 1:
-        out_shape = call.num_tokens, *block.shape
+        out_shape = call.num_tokens, tiles, *block.shape[1:]
     else:
-        tiles, _, pack, lanes = block.shape
+        _, _, pack, lanes = block.shape
         out_shape = tiles, call.num_tokens * sizes.heads_per_group // pack, pack, lanes
     return pl.pallas_call(
         functools.partial(body, call=call, sizes=sizes),
@@ -149,6 +150,10 @@ class Pipeline:
         self.items, self.page_ids, self.kv = scratch.items, scratch.page_ids_buf, scratch.kv_buf
         self.shares = self.tile.row_shares
         self.part, self.share = _part_and_share(pl.program_id(0), self.shares)
+        self.tile_part, self.place = self.part, 0
+        """Which tiles of queries and outputs are the part's, and its place among the parts that share their rows."""
+        if sizes.sharing_parts > 1:
+            self.tile_part, self.place = _part_and_share(self.part, sizes.sharing_parts)
         self.ahead, self.num_items = self.tile.slots - 1, self.tile.slots + 1
 
     def index(self, item: Array) -> Array:
@@ -580,14 +585,20 @@ class Pipeline:
     def _out_copy(self, index, slot, tokens):
         buf, sem = self.scratch.out_buf.at[slot], self.scratch.out_sem.at[slot]
         tiles = self.sizes.out_tiles
-        return self._q_block_copy(index, tokens, tiles, lambda hbm, part: (part(buf), hbm(self.out_ref), sem))
+        if self.sizes.sharing_parts == 1:
+            return self._q_block_copy(index, tokens, tiles, lambda hbm, part: (part(buf), hbm(self.out_ref), sem))
+        word_rows = self.sizes.groups * self.sizes.heads_per_group // buf.shape[-2]
+        rows = pl.ds(self.place * word_rows, word_rows)
+        return self._q_block_copy(
+            index, tokens, tiles, lambda hbm, part: (part(buf).at[:, rows], hbm(self.out_ref).at[:, rows], sem)
+        )
 
     def _q_block_copy(self, index, tokens, tiles, ends) -> "_AsyncCopies":
         """The copies of the queries or outputs of a query block, `tiles` of them for this part of the heads.
         `ends(hbm, part)` returns source, target and semaphore: `hbm` selects the query block from an array, `part` the
         same from a buffer."""
         sizes, row = self.sizes, self.items[index, Item.ROW]
-        own = pl.ds(self.part * tiles, tiles)
+        own = pl.ds(self.tile_part * tiles, tiles)
         if self.tile.queries == 1:
             whole = pltpu.make_async_copy(*ends(lambda ref: ref.at[self.cu_q_lens[row], own], lambda buf: buf))
             return _AsyncCopies([(None, lambda: whole)])

@@ -65,7 +65,7 @@ class Scratch(NamedTuple):
     """DMA semaphores [slots]; the copies of all pages of an item signal the same one."""
     out_buf: Any
     """VMEM [OUT_SLOTS, out_tiles, rows, 128], the dtype of q: outputs of a query block, of as many rows as `q_buf`, for
-    prefill as `word_rows` in the dtype that `copied_dtype` gives."""
+    prefill as `word_rows` in the dtype that `copied_dtype` gives, for decode as `word_rows` where parts share them."""
     out_sem: Any
     """DMA semaphores [OUT_SLOTS]."""
     out_tokens: Any
@@ -116,7 +116,7 @@ class Sizes:
     """Whether decode converts int8 by shifts of 32-bit words, and so in another order of keys (`scales`)."""
     sharing: int = 1
     """Decode: neighbouring groups of heads whose queries stand in the same rows, group behind group; divides the groups
-    of a part. Each group is computed for all rows, and its own are used."""
+    of a part, or is divided by them. Each group is computed for all rows, and its own are used."""
 
     @property
     def least_queries(self) -> int:
@@ -156,14 +156,20 @@ class Sizes:
         return self.pool.groups // self.tile.parts
 
     @property
+    def sharing_parts(self) -> int:
+        """Parts whose groups share rows: they read the same tiles of queries, and each stores its rows of the same
+        tiles of outputs."""
+        return max(1, self.sharing // self.groups)
+
+    @property
     def q_tiles(self) -> int:
         """Tiles of 128 lanes per row of queries of a part."""
-        return self.groups // self.sharing * self.pool.lane_tiles
+        return max(1, self.groups // self.sharing) * self.pool.lane_tiles
 
     @property
     def out_tiles(self) -> int:
         """Tiles of 128 lanes per row of outputs of a part."""
-        return self.groups // self.sharing * self.pool.value_tiles
+        return max(1, self.groups // self.sharing) * self.pool.value_tiles
 
     @property
     def heads_per_group(self) -> int:
@@ -188,19 +194,27 @@ class Sizes:
         """Index of a slab of a group's values."""
         return self.keys(group, t) + (self.pool.sides - 1) * self.pool.lane_tiles
 
-    def block(self, tiles: int, dtype: jnp.dtype) -> jax.ShapeDtypeStruct:
-        """Shape and dtype of the queries or outputs of a query block, of so many tiles of 128 lanes."""
-        if self.tile.queries == 1:
-            return jax.ShapeDtypeStruct((tiles, self.rows, LANES), dtype)
-        dtype = copied_dtype(dtype, self.heads_per_group)
+    @property
+    def q_block(self) -> jax.ShapeDtypeStruct:
+        """Shape and dtype of the queries of a query block."""
+        return self._block(self.q_tiles, self.operand, in_word_rows=self.tile.queries > 1)
+
+    def out_block(self, dtype: jnp.dtype) -> jax.ShapeDtypeStruct:
+        """Shape and dtype of the outputs of a query block, for queries of `dtype`."""
+        return self._block(self.out_tiles, dtype, in_word_rows=self.tile.queries > 1 or self.sharing_parts > 1)
+
+    def _block(self, tiles: int, dtype: jnp.dtype, *, in_word_rows: bool) -> jax.ShapeDtypeStruct:
+        rows = self.rows
+        if self.tile.queries > 1:
+            rows, dtype = self.columns, copied_dtype(dtype, self.heads_per_group)
         pack = packing(dtype)
-        return jax.ShapeDtypeStruct((tiles, self.columns // pack, pack, LANES), dtype)
+        return jax.ShapeDtypeStruct((tiles, rows // pack, pack, LANES) if in_word_rows else (tiles, rows, LANES), dtype)
 
     def scratch(self, kv_dtype, q_dtype) -> Scratch:
         tile, dma = self.tile, pltpu.SemaphoreType.DMA
         page, is_prefill, f32 = (self.slabs, self.page_size, LANES), tile.queries > 1, jnp.float32
         rows, value = self.columns if is_prefill else self.rows, self.pool.value_tiles * LANES
-        q_block, out_block = self.block(self.q_tiles, self.operand), self.block(self.out_tiles, q_dtype)
+        q_block, out_block = self.q_block, self.out_block(q_dtype)
         q_columns = (self.groups, rows // LANES, self.pool.lane_tiles * LANES, LANES)
         per_group = pltpu.VMEM((self.groups, *((SUBLANES, rows) if is_prefill else (rows, LANES))), f32)
         prefill = dict(
