@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from levanter_infer import EngineConfig, InferenceEngine
 from levanter_infer.axes import POSITION
 from levanter_infer.models.config import DecoderConfig
 from levanter_infer.models.decoder import DecoderModel
@@ -39,6 +40,21 @@ def tiny_model(seed: int = 0, dtype: str = "float32", **changes) -> DecoderModel
     config = family_for({**LLAMA, **changes}).config_from_hf({**LLAMA, **changes})
     model = DecoderModel.init(config, key=jax.random.key(seed), dtype=jnp.dtype(dtype))
     return jax.tree.map(lambda leaf: leaf * jnp.asarray(3, leaf.dtype), model)
+
+
+def shared_engine(**config) -> InferenceEngine:
+    """The engine of `tiny_model` with `SIZES` and `config` that the tests of a process share, empty.
+
+    Its counters are totals of all these tests. Not for tests that add tables to an engine, as `score` does.
+    """
+    engine = _kept_engine(**config)
+    engine.reset()
+    return engine
+
+
+@functools.lru_cache
+def _kept_engine(**config) -> InferenceEngine:
+    return InferenceEngine(tiny_model(), config=EngineConfig(**{**SIZES, **config}))
 
 
 def with_mixers(config: DecoderConfig, **changes) -> DecoderConfig:

@@ -20,12 +20,12 @@ from levanter_infer import (
 )
 from levanter_infer.decode.invariants import check_invariants
 from levanter_infer.engine import wait_time
-from tests.tiny_models import SIZES, tiny_model
+from tests.tiny_models import shared_engine, tiny_model
 
 
 @pytest.fixture(scope="module")
 def engine():
-    return InferenceEngine(tiny_model(), config=EngineConfig(**SIZES))
+    return shared_engine()
 
 
 @pytest.fixture(scope="module")

@@ -5,12 +5,10 @@ import dataclasses
 import numpy as np
 import pytest
 
-from levanter_infer.engine.config import EngineConfig
 from levanter_infer.engine.continuation import continuation, joined
-from levanter_infer.engine.engine import InferenceEngine
 from levanter_infer.engine.params import SamplingParams
 from levanter_infer.engine.request import Request
-from tests.tiny_models import SIZES, tiny_model
+from tests.tiny_models import shared_engine, tiny_model
 
 WHOLE = SamplingParams(max_tokens=20, n=3, seed=2**40 + 7, temperature=1.3, top_k=30, min_tokens=4)
 IDS = [5, 6, 7, 8, 9]
@@ -18,7 +16,7 @@ IDS = [5, 6, 7, 8, 9]
 
 @pytest.fixture(scope="module")
 def engine():
-    return InferenceEngine(tiny_model(), config=EngineConfig(**SIZES))
+    return shared_engine()
 
 
 @pytest.fixture(scope="module")

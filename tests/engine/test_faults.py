@@ -25,7 +25,7 @@ from levanter_infer.engine.params import SamplingParams
 from levanter_infer.engine.request import Request
 from levanter_infer.layers.rotary import RopeConfig
 from levanter_infer.models.config import DecoderConfig
-from tests.tiny_models import SIZES, tiny_model, uncached_greedy
+from tests.tiny_models import SIZES, shared_engine, tiny_model, uncached_greedy
 
 VOCAB = 61
 POISON = 60
@@ -55,7 +55,7 @@ def assert_idle(engine: InferenceEngine) -> None:
 
 
 def test_c1_a_prompt_longer_than_a_step_is_served_and_one_longer_than_the_engine_is_refused():
-    subject = engine()
+    subject = shared_engine()
     long, too_long = prompt(50), prompt(64)
     outputs = subject.generate(
         [Request(prompt_token_ids=too_long, sampling=greedy()), Request(prompt_token_ids=long, sampling=greedy())]
@@ -65,18 +65,19 @@ def test_c1_a_prompt_longer_than_a_step_is_served_and_one_longer_than_the_engine
 
 
 def test_c3_running_out_of_pages_loses_nothing_and_leaves_the_engine_usable():
-    subject = engine(max_pages=8)
+    subject = shared_engine(max_pages=8)
+    before = subject.stats()["preemptions"]
     requests = [Request(prompt_token_ids=prompt(6, i), sampling=greedy(20)) for i in range(6)]
     for _ in range(2):
         outputs = subject.generate(requests)
         assert [o.completions[0].finish_reason for o in outputs] == ["length"] * 6
         assert all(len(o.completions[0].token_ids) == 20 for o in outputs)
-    assert subject.stats()["preemptions"] > 0
+    assert subject.stats()["preemptions"] > before
     assert_idle(subject)
 
 
 def test_c4_reset_after_use_compiles_once_and_the_engine_goes_on():
-    subject = engine()
+    subject = shared_engine()
     first = one(subject, prompt(5), greedy()).token_ids
     subject.reset()
     assert one(subject, prompt(5), greedy()).token_ids == first
@@ -85,28 +86,28 @@ def test_c4_reset_after_use_compiles_once_and_the_engine_goes_on():
 
 
 def test_c5_length_limits_end_a_sequence_and_give_its_pages_back():
-    subject = engine()
+    subject = shared_engine()
     completion = one(subject, prompt(58), greedy(16))
     assert (completion.finish_reason, len(completion.token_ids)) == ("length", 6)
     assert_idle(subject)
 
 
 def test_c6_no_token_is_dropped_when_more_is_pending_than_a_step_holds():
-    subject = engine(max_seqs=8, max_step_tokens=8, max_round_steps=2)
+    subject = shared_engine(max_seqs=8, max_step_tokens=8, max_round_steps=2)
     outputs = subject.generate([Request(prompt_token_ids=prompt(9, i), sampling=greedy(7)) for i in range(20)])
     for i, output in enumerate(outputs):
         assert output.completions[0].token_ids == uncached_greedy(tiny_model(), prompt(9, i), 7)
 
 
 def test_c7_samples_of_one_request_share_a_pool_that_holds_one_of_them():
-    subject = engine(max_pages=8)
+    subject = shared_engine(max_pages=8)
     (output,) = subject.generate([Request(prompt_token_ids=prompt(20), sampling=greedy(12, n=4))])
     assert [c.token_ids for c in output.completions] == [uncached_greedy(tiny_model(), prompt(20), 12)] * 4
     assert_idle(subject)
 
 
 def test_c8_asking_for_logprobs_compiles_nothing():
-    subject = engine()
+    subject = shared_engine()
     plain = one(subject, prompt(5), greedy())
     asked = one(subject, prompt(5), greedy(logprobs=5))
     assert plain.top_logprobs is None and len(asked.top_logprobs) == 8
@@ -115,14 +116,14 @@ def test_c8_asking_for_logprobs_compiles_nothing():
 
 
 def test_c9_a_stop_sequence_does_not_match_across_the_end_of_the_prompt():
-    subject = engine()
+    subject = shared_engine()
     first = one(subject, prompt(5), greedy()).token_ids[0]
     across = one(subject, prompt(5), greedy(stop_token_ids=[[prompt(5)[-1], first]]))
     assert (across.finish_reason, len(across.token_ids)) == ("length", 8)
 
 
 def test_c10_stop_sequences_are_separate_and_reasons_and_logprobs_are_right():
-    subject = engine()
+    subject = shared_engine()
     free = one(subject, prompt(5, 3), greedy())
     stop = next(i for i in range(2, 8) if free.token_ids[i - 1 : i + 1] not in [free.token_ids[:2]])
     pair, other = free.token_ids[stop - 1 : stop + 1], (free.token_ids[0] + 1) % VOCAB
@@ -140,7 +141,7 @@ def test_c12_an_over_long_prompt_is_refused_and_not_cut():
 
 def test_c13_logprobs_are_the_models_and_processed_ones_are_the_samplers():
     sampling = SamplingParams(max_tokens=6, temperature=0.5, seed=1)
-    completion = one(engine(), prompt(5), sampling)
+    completion = one(shared_engine(), prompt(5), sampling)
     ids = prompt(5) + completion.token_ids
     logits = tiny_model()(hax.named(jnp.asarray(ids, jnp.int32), (POSITION,))).array[4:-1]
     chosen = jnp.asarray(completion.token_ids)[:, None]
@@ -175,7 +176,7 @@ def test_c14_a_row_that_is_not_finite_ends_alone(poisonous):
 
 
 def test_c15_an_interrupted_call_leaves_the_engine_empty_and_usable():
-    subject = engine()
+    subject = shared_engine()
     expected = one(subject, prompt(5), greedy()).token_ids
 
     def interrupt(*_):
@@ -191,7 +192,7 @@ def test_c15_an_interrupted_call_leaves_the_engine_empty_and_usable():
 @pytest.mark.parametrize("call", ["step_round", "flush", "drain"])
 def test_an_interrupted_read_ends_requests_and_loses_no_token_in_silence(call, monkeypatch):
     """The tokens of the round that was being read are gone: a request that went on would lack them."""
-    subject = _shared()
+    subject = shared_engine(max_pages=8)
     group = subject.submit(Request(prompt_token_ids=prompt(5), sampling=greedy(20)))
     for _ in range(2):
         subject.step_round(max_steps=4)
@@ -210,7 +211,7 @@ def test_an_interrupted_read_ends_requests_and_loses_no_token_in_silence(call, m
 
 
 def test_a_request_of_another_engine_is_refused_and_harms_none():
-    subject, other = _shared(), engine(max_pages=8)
+    subject, other = shared_engine(max_pages=8), shared_engine()
     own, foreign = (e.submit(Request(prompt_token_ids=prompt(5), sampling=greedy(20))) for e in (subject, other))
     for each in (subject, other):
         each.step_round(max_steps=2)
@@ -227,7 +228,7 @@ def test_a_request_of_another_engine_is_refused_and_harms_none():
 
 
 def test_cancellation_gives_all_pages_back_within_two_rounds():
-    subject = engine(max_seqs=8, max_step_tokens=8, max_round_steps=2)
+    subject = shared_engine(max_seqs=8, max_step_tokens=8, max_round_steps=2)
     groups = [
         subject.submit(Request(prompt_token_ids=prompt(5, i), sampling=greedy(50, n=2), id=str(i))) for i in range(3)
     ]
@@ -244,7 +245,7 @@ def test_cancellation_gives_all_pages_back_within_two_rounds():
 
 def test_a_submission_that_fails_leaves_no_request_behind(monkeypatch):
     """The failure comes when the request has been queued already; its caller holds nothing to cancel."""
-    subject = engine()
+    subject = shared_engine()
     other = subject.submit(Request(prompt_token_ids=prompt(4), sampling=greedy()))
 
     def fail(*_):
@@ -279,18 +280,13 @@ def test_a_submission_that_fails_leaves_no_request_behind(monkeypatch):
     ],
 )
 def test_a_bad_request_is_refused_alone_and_says_why(request_, message):
-    subject = _shared()
+    subject = shared_engine(max_pages=8)
     good = Request(prompt_token_ids=prompt(3), sampling=greedy(4))
     first, bad, last = subject.generate([good, request_, good])
     assert bad.completions == [] and re.search(message, bad.error), bad.error
     assert (
         first.completions[0].token_ids == last.completions[0].token_ids == uncached_greedy(tiny_model(), prompt(3), 4)
     )
-
-
-@functools.lru_cache
-def _shared() -> InferenceEngine:
-    return engine(max_pages=8)
 
 
 def test_samples_of_a_prompt_that_takes_several_uploads_wait_for_all_of_it():
@@ -344,7 +340,7 @@ def interrupted_round(subject: InferenceEngine) -> Iterator[None]:
 
 
 def test_an_interrupt_that_takes_the_state_with_it_leaves_the_engine_usable():
-    subject = engine()
+    subject = shared_engine()
     expected = one(subject, prompt(5), greedy()).token_ids
     with interrupted_round(subject):
         subject.generate([Request(prompt_token_ids=prompt(5), sampling=greedy())])
@@ -400,7 +396,7 @@ def calls_of_tree_flatten(run) -> int:
 
 @pytest.mark.parametrize(("count", "compares"), [(0, True), (1, True), (3, True), (0, False), ("half", False)])
 def test_an_interrupt_while_a_round_is_launched_comes_out_as_one(monkeypatch, count, compares):
-    subject = _shared()
+    subject = shared_engine(max_pages=8)
     expected = one(subject, prompt(5), greedy()).token_ids
     requests = [Request(prompt_token_ids=prompt(5), sampling=greedy(20))] * 2
     count = calls_of_tree_flatten(lambda: subject.generate(requests)) // 2 if count == "half" else count
@@ -420,7 +416,7 @@ def test_an_interrupt_in_the_very_first_round_leaves_the_engine_usable():
 
 
 def test_an_interrupted_launch_ends_what_was_submitted_and_leaves_the_engine_usable(monkeypatch):
-    subject = _shared()
+    subject = shared_engine(max_pages=8)
     expected = one(subject, prompt(5), greedy()).token_ids
     groups = [subject.submit(Request(prompt_token_ids=prompt(5), sampling=greedy())) for _ in range(3)]
     InterruptedLaunch(monkeypatch, subject, 1)
@@ -442,13 +438,13 @@ def test_an_interrupted_launch_ends_what_was_submitted_and_leaves_the_engine_usa
 )
 def test_input_of_another_type_is_refused_alone(bad, message):
     good = Request(prompt_token_ids=np.asarray(prompt(3)), sampling=greedy(4, seed=np.int32(5)))
-    first, refused = _shared().generate([good, bad])
+    first, refused = shared_engine(max_pages=8).generate([good, bad])
     assert message in refused.error
     assert first.completions[0].token_ids == uncached_greedy(tiny_model(), prompt(3), 4)
 
 
 def test_a_reset_by_somebody_else_ends_what_was_in_progress():
-    subject = _shared()
+    subject = shared_engine(max_pages=8)
     group = subject.submit(Request(prompt_token_ids=prompt(3), sampling=greedy(20, n=2)))
     (output,) = subject.generate(
         [Request(prompt_token_ids=prompt(4), sampling=greedy(20))], on_update=lambda *_: subject.reset()

@@ -6,11 +6,9 @@ import numpy as np
 import pytest
 
 from levanter_infer.decode.invariants import check_invariants
-from levanter_infer.engine.config import EngineConfig
-from levanter_infer.engine.engine import InferenceEngine
 from levanter_infer.engine.params import SamplingParams
 from levanter_infer.engine.request import Request
-from tests.tiny_models import SIZES, tiny_model
+from tests.tiny_models import shared_engine
 
 PROMPT = list(range(3, 12))
 SAMPLING = SamplingParams(max_tokens=24, n=4, seed=5, temperature=1.0)
@@ -18,7 +16,7 @@ SAMPLING = SamplingParams(max_tokens=24, n=4, seed=5, temperature=1.0)
 
 @pytest.fixture(scope="module")
 def shared():
-    return InferenceEngine(tiny_model(), config=EngineConfig(**SIZES))
+    return shared_engine()
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from levanter_infer.engine.config import EngineConfig
 from levanter_infer.engine.engine import InferenceEngine
 from levanter_infer.engine.params import SamplingParams
 from levanter_infer.engine.request import Request
-from tests.tiny_models import SIZES, tiny_model, uncached_greedy
+from tests.tiny_models import shared_engine, tiny_model, uncached_greedy
 
 STEPS = 20
 LENGTHS = (23, 1, 7, 16, 33, 40)
@@ -34,10 +34,15 @@ def expected():
 def run(which, n=1, **config):
     """Token ids of every completion, and the engine after the run."""
     engine = InferenceEngine(tiny_model(), config=EngineConfig(**{"max_seq_len": 64, **config}))
+    return sampled(engine, which, n), engine
+
+
+def sampled(engine, which, n=1):
+    """Token ids of every completion."""
     sampling = SamplingParams(max_tokens=STEPS, temperature=0.0, n=n)
     outputs = engine.generate([Request(prompt_token_ids=prompts()[i], sampling=sampling) for i in which])
     assert_idle(engine)
-    return [[c.token_ids for c in output.completions] for output in outputs], engine
+    return [[c.token_ids for c in output.completions] for output in outputs]
 
 
 def assert_idle(engine):
@@ -76,12 +81,14 @@ def test_mixed_batches_give_the_same_tokens_at_any_page_size(page_size, backend)
 
 
 def test_forks_give_the_same_tokens_and_copy_pages_only_where_they_diverge():
-    tokens, engine = run([0, 3], n=3, max_seqs=6, page_size=8, max_step_tokens=6)
+    engine = shared_engine()
+    before = engine.stats()
+    tokens = sampled(engine, [0, 3], n=3)
     assert tokens == [[expected()[0]] * 3, [expected()[3]] * 3]
-    stats = engine.stats()
-    assert stats["forks"] == 4
+    forks, copies = (engine.stats()[name] - before[name] for name in ("forks", "copied_pages"))
+    assert forks == 4
     # Each fork writes one shared page: its copy is all that it costs beyond its own tokens.
-    assert 0 < stats["copied_pages"] <= 4
+    assert 0 < copies <= 4
 
 
 def test_more_forks_than_are_copied_at_once_give_the_same_tokens():
@@ -89,21 +96,17 @@ def test_more_forks_than_are_copied_at_once_give_the_same_tokens():
     assert tokens == [[expected()[0]] * 66] and engine.stats()["forks"] == 65
 
 
-def test_preempted_sequences_give_the_same_tokens():
+@pytest.mark.parametrize("backend", [{}, slow(XLA)])
+def test_preempted_sequences_give_the_same_tokens(backend):
     """Short prompts that grow far beyond what the pool holds: most of them lose their pages on the way."""
     steps = 40
     short = [[i, i + 7, 3] for i in range(8)]
-    engine = InferenceEngine(
-        tiny_model(),
-        config=EngineConfig(
-            max_seq_len=64, max_seqs=8, page_size=4, max_pages=24, max_step_tokens=8, max_round_steps=1, **XLA
-        ),
-    )
+    engine = shared_engine(max_pages=20, **backend)
     sampling = SamplingParams(max_tokens=steps, temperature=0.0)
     groups = [engine.submit(Request(prompt_token_ids=p, sampling=sampling, id=str(i))) for i, p in enumerate(short)]
     preempted = set()
     while not all(group.is_done for group in groups):
-        engine.step_round()
+        engine.step_round(max_steps=1)
         table = engine.state.decode.sequences
         waits = np.asarray((table.status == WAITING) & (table.seq_lens > table.prompt_lens))
         preempted |= {g.id for g in groups if g.sequences[0].slot is not None and waits[g.sequences[0].slot]}
@@ -118,12 +121,12 @@ def test_preempted_sequences_give_the_same_tokens():
 def test_sampled_tokens_do_not_depend_on_company_slots_or_preemption():
     sampling = SamplingParams(max_tokens=12, temperature=1.0, top_p=0.9, n=2, seed=11)
     requests = [Request(prompt_token_ids=p, sampling=sampling, id=str(i)) for i, p in enumerate(prompts())]
-    roomy = InferenceEngine(tiny_model(), config=EngineConfig(**SIZES))
-    tight = InferenceEngine(tiny_model(), config=EngineConfig(**SIZES, max_pages=20))
+    roomy, tight = shared_engine(), shared_engine(max_pages=20)
+    preemptions = tight.stats()["preemptions"]
     together = [[c.token_ids for c in o.completions] for o in roomy.generate(requests)]
     preempted = [[c.token_ids for c in o.completions] for o in tight.generate(requests[::-1])][::-1]
     alone = [[c.token_ids for c in roomy.generate([request])[0].completions] for request in requests]
     assert together == alone
     assert preempted == alone
-    assert tight.stats()["preemptions"] > 0
+    assert tight.stats()["preemptions"] > preemptions
     assert len({tuple(t) for samples in alone for t in samples}) == 2 * len(requests)

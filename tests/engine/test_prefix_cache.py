@@ -1,7 +1,6 @@
 """Pages of common prefixes are computed once, and no tokens depend on it."""
 
 import dataclasses
-import functools
 
 import numpy as np
 import pytest
@@ -12,25 +11,26 @@ from levanter_infer.engine.config import EngineConfig
 from levanter_infer.engine.engine import InferenceEngine
 from levanter_infer.engine.params import SamplingParams
 from levanter_infer.engine.request import Request
-from tests.tiny_models import SIZES, tiny_model, uncached_greedy
+from tests.tiny_models import SIZES, shared_engine, tiny_model, uncached_greedy
 
 PAGE = SIZES["page_size"]
 
 
-def make_engine(**config) -> InferenceEngine:
-    return InferenceEngine(tiny_model(), config=EngineConfig(**{**SIZES, "prefix_cache": True, **config}))
-
-
-@functools.lru_cache
-def shared_engine() -> InferenceEngine:
-    return make_engine()
+@pytest.fixture(scope="module")
+def kept():
+    return InferenceEngine(tiny_model(), config=EngineConfig(**SIZES))
 
 
 @pytest.fixture
-def engine():
-    engine = shared_engine()
-    engine.reset()
-    return engine
+def engine(kept):
+    kept.reset()
+    return kept
+
+
+@pytest.fixture
+def small_engine():
+    """An engine with five pages for each of its four sequences."""
+    return shared_engine(max_pages=20)
 
 
 def text(length: int, seed: int = 0) -> list[int]:
@@ -40,6 +40,9 @@ def text(length: int, seed: int = 0) -> list[int]:
 def request(ids: list[int], max_tokens: int = 4, salt: str | None = None, **sampling) -> Request:
     params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True, **sampling)
     return Request(prompt_token_ids=ids, sampling=params, cache_salt=salt)
+
+
+COUNTERS = "prefix_hits", "prefix_misses", "prefix_evictions", "computed_prompt_tokens", "preemptions"
 
 
 def run(engine: InferenceEngine, *requests: Request) -> dict[str, float]:
@@ -55,7 +58,7 @@ def run(engine: InferenceEngine, *requests: Request) -> dict[str, float]:
     check_invariants(engine.state.decode)
     after = engine.stats()
     assert after["pages_free"] == engine.shapes.num_pages
-    return {name: after[name] - before[name] for name in ("prefix_hits", "prefix_misses", "computed_prompt_tokens")}
+    return {name: after[name] - before[name] for name in COUNTERS}
 
 
 def test_a_prompt_is_computed_once(engine):
@@ -119,28 +122,28 @@ def test_who_waits_for_a_beginning_that_another_computes_has_found_it(engine):
 def test_a_page_that_another_has_begun_is_waited_for_also_by_who_goes_first():
     """A page of 16 tokens takes two steps of 8. The second request goes first, and stands before a page that the first
     one is within: it waits for that one, and is waited for at the next."""
-    engine = make_engine(page_size=16, max_step_tokens=8)
+    engine = shared_engine(page_size=16, max_step_tokens=8)
     engine.warmup()
+    hits, misses = (engine.stats()[name] for name in ("prefix_hits", "prefix_misses"))
     first = engine.submit(request(text(35)))
     engine.step_round(max_steps=1)
     second = engine.submit(dataclasses.replace(request(text(35)), priority=-1))
     engine.drain()
-    assert engine.stats()["prefix_hits"] == 2 and engine.stats()["prefix_misses"] == 2
+    assert engine.stats()["prefix_hits"] - hits == engine.stats()["prefix_misses"] - misses == 2
     assert [group.output().num_cached_tokens for group in (first, second)] == [16, 16]
 
 
-def test_scored_prompts_say_what_was_found_too():
-    engine = make_engine()
+def test_scored_prompts_say_what_was_found_too(engine):
     scored = Request(prompt_token_ids=text(18), sampling=SamplingParams(max_tokens=0, prompt_logprobs=0))
     assert [cached(engine, scored), cached(engine, scored)] == [[0], [16]]
 
 
-def test_what_is_found_again_after_a_preemption_does_not_count_as_cached():
-    engine = make_engine(max_pages=20)
+def test_what_is_found_again_after_a_preemption_does_not_count_as_cached(small_engine):
     requests = [request(text(9, seed=i), max_tokens=24) for i in range(4)]
-    assert cached(engine, *requests) == [0] * 4
-    assert engine.stats()["preemptions"] > 0 and engine.stats()["prefix_hits"] > 0
-    assert cached(make_engine(prefix_cache=False), *requests[:1] * 2) == [0, 0]
+    before = small_engine.stats()
+    assert cached(small_engine, *requests) == [0] * 4
+    assert all(small_engine.stats()[name] > before[name] for name in ("preemptions", "prefix_hits"))
+    assert cached(shared_engine(prefix_cache=False), *requests[:1] * 2) == [0, 0]
 
 
 def test_samples_that_change_slots_keep_what_their_prompt_has_found(engine):
@@ -193,27 +196,25 @@ def test_samples_of_one_prompt_leave_pages_that_are_found(engine):
     assert run(engine, request(text(18), n=2))["prefix_hits"] == 4
 
 
-def test_pages_are_found_until_others_need_them_the_least_recently_released_first():
-    engine = make_engine(max_pages=20)
+def test_pages_are_found_until_others_need_them_the_least_recently_released_first(small_engine):
+    engine = small_engine
     run(engine, request(text(25, seed=1)))
     run(engine, request(text(25, seed=2)))
     assert run(engine, request(text(25, seed=2)))["prefix_hits"] == 6
-    run(engine, request(text(25, seed=3)))
-    assert engine.stats()["prefix_evictions"] > 0
+    assert run(engine, request(text(25, seed=3)))["prefix_evictions"] > 0
     assert run(engine, request(text(25, seed=2)))["prefix_hits"] == 6
     assert run(engine, request(text(25, seed=1)))["prefix_hits"] < 6
 
 
-def test_a_preempted_sequence_finds_its_pages_again():
-    prompts = [text(9, seed=i) for i in range(4)]
-    engine = make_engine(max_pages=20)
-    run(engine, *(request(ids, max_tokens=24) for ids in prompts))
-    assert engine.stats()["preemptions"] > 0 and engine.stats()["prefix_hits"] > 0
+def test_a_preempted_sequence_finds_its_pages_again(small_engine):
+    counted = run(small_engine, *(request(text(9, seed=i), max_tokens=24) for i in range(4)))
+    assert counted["preemptions"] > 0 and counted["prefix_hits"] > 0
 
 
-def test_who_waits_to_start_needs_room_only_for_what_nobody_holds():
+def test_who_waits_to_start_needs_room_only_for_what_nobody_holds(small_engine):
     """Four sequences of ten pages, eight of them common, in a pool that holds 20."""
-    engine = make_engine(max_pages=20)
+    engine = small_engine
+    preempted = engine.stats()["preemptions"]
     requests = [request(text(33) + [i] * 3, max_tokens=4) for i in range(4)]
     groups = [engine.submit(asked) for asked in requests]
     running = 0
@@ -222,12 +223,12 @@ def test_who_waits_to_start_needs_room_only_for_what_nobody_holds():
         running = max(running, engine.stats()["running"])
     engine.drain()
     check_invariants(engine.state.decode)
-    assert running == 4 and engine.stats()["preemptions"] == 0
+    assert running == 4 and engine.stats()["preemptions"] == preempted
     for asked, group in zip(requests, groups, strict=True):
         assert group.sequences[0].token_ids == uncached_greedy(tiny_model(), list(asked.prompt_token_ids), 4)
 
 
 def test_without_the_cache_nothing_is_shared():
-    engine = make_engine(prefix_cache=False)
+    engine = shared_engine(prefix_cache=False)
     run(engine, request(text(18)))
     assert run(engine, request(text(18)))["prefix_hits"] == 0

@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from levanter_infer import EngineConfig, InferenceEngine, Request, SamplingParams, generate
+from levanter_infer import EngineConfig, Request, SamplingParams, generate
 from levanter_infer.decode import generate as decode_generate
 from levanter_infer.engine.backend_choice import BackendChoice
-from tests.tiny_models import SIZES, tiny_model, uncached_greedy
+from tests.tiny_models import shared_engine, tiny_model, uncached_greedy
 
 LENGTHS = (5, 9, 2)
 
@@ -84,7 +84,7 @@ def test_it_samples_what_the_engine_samples_with_the_same_seeds_in_a_pool_for_on
     seeds = np.asarray([[0, 5], [1, 6], [0, 2**32 - 1]], np.uint32)
     output = compiled()(prompts, lens, seeds)
     compiled()(prompts, np.asarray([0, 99, 2], np.int32), seeds)  # lengths out of range end, too
-    engine = InferenceEngine(tiny_model(), config=EngineConfig(**SIZES))
+    engine = shared_engine()
     requests = [
         Request(
             prompt_token_ids=prompts[row, :length].tolist(),
