@@ -28,11 +28,15 @@ def engine():
     return shared_engine()
 
 
-@pytest.fixture(scope="module")
-def reader():
+def reader_engine() -> InferenceEngine:
     """An engine that reads and writes text, a token a round."""
     config = EngineConfig(max_seqs=8, max_seq_len=96, page_size=4, max_step_tokens=32, max_round_steps=1)
     return InferenceEngine(*load_model("models/tiny"), config)
+
+
+@pytest.fixture(scope="module")
+def reader():
+    return reader_engine()
 
 
 def request(seed: int, max_tokens: int | None = None) -> Request:

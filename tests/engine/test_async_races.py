@@ -8,14 +8,13 @@ import threading
 
 import pytest
 
-from levanter_infer import AsyncEngine, EngineConfig, InferenceEngine, QueueFull, Request, SamplingParams, load_model
-from tests.engine.test_async_engine import alone, check_empty, collect, request, run
+from levanter_infer import AsyncEngine, InferenceEngine, QueueFull, Request, SamplingParams
+from tests.engine.test_async_engine import alone, check_empty, collect, reader_engine, request, run
 
 
 @pytest.fixture(scope="module")
 def engine():
-    config = EngineConfig(max_seqs=4, max_seq_len=64, page_size=4, max_step_tokens=32, max_round_steps=2)
-    return InferenceEngine(*load_model("models/tiny"), config)
+    return reader_engine()
 
 
 @pytest.fixture

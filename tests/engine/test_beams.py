@@ -86,6 +86,12 @@ def test_hypotheses_and_scores_are_those_of_hf_for_all_searches_together(engine)
     assert stats["preemptions"] > 5 and stats["copied_pages"] > 5
 
 
+def test_outputs_say_how_much_of_the_prompt_of_a_search_was_found(engine):
+    engine.reset()
+    found = [engine.generate([request("plain", 17)])[0].num_cached_tokens for _ in range(2)]
+    assert found == [0, 16]
+
+
 def test_a_search_alone_keeps_its_invariants_at_every_step_and_returns_its_best_n(engine):
     group = engine.submit(request("wide_early", 17, n=2))
     while not group.is_done:

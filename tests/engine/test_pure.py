@@ -52,7 +52,7 @@ def test_inside_jit_it_gives_the_tokens_of_the_uncached_forward_and_shares_pages
     assert hits == [1]
 
 
-@pytest.mark.parametrize("wrap", [lambda function: function, jax.jit])
+@pytest.mark.parametrize("wrap", [pytest.param(lambda function: function, marks=pytest.mark.slow), jax.jit])
 def test_its_loop_is_of_32_bits_where_the_caller_has_enabled_64(wrap):
     prompts, lens = batch()
     sampling = SamplingParams(max_tokens=7, temperature=0.0)

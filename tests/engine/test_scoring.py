@@ -68,6 +68,11 @@ def grown(engine, before: dict) -> dict[str, int]:
     return {name: after[name] - before[name] for name in ("prefix_hits", "computed_prompt_tokens", "scored_tokens")}
 
 
+def test_outputs_say_how_much_of_a_scored_prompt_was_found(engine):
+    scored = [engine.generate([request(text(18))])[0].num_cached_tokens for _ in range(2)]
+    assert scored == [0, 16]
+
+
 @pytest.mark.slow
 def test_the_first_request_that_is_scored_extends_the_engine_and_disturbs_nobody(other):
     plain = request(text(9), max_tokens=20, k=None, temperature=0.0)

@@ -13,7 +13,7 @@ import pytest
 from levanter_infer.engine.config import EngineConfig
 from levanter_infer.engine.engine import InferenceEngine
 from levanter_infer.models.registry import family_for
-from tests.engine.test_slot_state import LENGTH, make_engine, model_of, request, run, text
+from tests.engine.test_slot_state import LENGTH, make_engine, model_of, request, run, shared_engine, text
 from tests.golden_cases import load_case
 from tests.tiny_models import uncached_greedy
 
@@ -22,13 +22,13 @@ NAME = "qwen3_5"
 
 
 @functools.cache
-def shared_engine(**config) -> InferenceEngine:
-    return make_engine(NAME, max_seqs=4, max_step_tokens=16, **config)
+def engine_of(**config) -> InferenceEngine:
+    return make_engine(NAME, **config)
 
 
 @pytest.fixture
 def engine():
-    engine = shared_engine()
+    engine = shared_engine(NAME)
     engine.reset()
     return engine
 
@@ -98,7 +98,7 @@ def test_samples_that_start_later_go_on_from_the_prompt(engine):
 @pytest.mark.slow
 def test_a_prompt_seen_once_does_not_push_out_what_is_shared():
     """With as few snapshots as sequences, and many prompts."""
-    engine = shared_engine(state_snapshots=4, max_pages=160)
+    engine = engine_of(state_snapshots=4, max_pages=160)
     engine.reset()
     common = text(32)
     for i in range(2):
@@ -113,7 +113,7 @@ def test_a_prompt_seen_once_does_not_push_out_what_is_shared():
 
 @pytest.mark.slow
 def test_one_snapshot_serves(engine):
-    engine = shared_engine(state_snapshots=1)
+    engine = engine_of(state_snapshots=1)
     engine.reset()
     prompts = [request(text(32) + text(3, seed=i)) for i in range(6)]
     counts = counted(engine, *prompts)

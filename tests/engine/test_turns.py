@@ -24,7 +24,7 @@ from tests.tiny_models import tiny_model, uncached_greedy
 def engine():
     numerics = "batch_invariant" if cpu.available() else "default"
     sizes = dict(max_seqs=8, max_seq_len=64, page_size=4, max_step_tokens=32)
-    return InferenceEngine(tiny_model(), config=EngineConfig(**sizes, numerics=numerics))
+    return InferenceEngine(tiny_model(), config=EngineConfig(**sizes, numerics=numerics), scoring=True)
 
 
 def request(seed: int) -> Request:

@@ -82,7 +82,7 @@ def test_what_is_refused_compiles_nothing_and_compiling_takes_nobodys_time(monke
 
 
 def test_an_engine_is_made_and_called_where_its_caller_has_enabled_64_bits():
-    config = EngineConfig(max_seqs=4, max_seq_len=32, page_size=4, max_pages=12, max_step_tokens=4)
+    config = EngineConfig(**SIZES, max_pages=20)
     expected = uncached_greedy(tiny_model(), [3, 1, 4], 20)
     with jax.enable_x64(True):
         engine = InferenceEngine(tiny_model(), config=config, scoring=True)

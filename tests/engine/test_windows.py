@@ -162,6 +162,7 @@ def test_bits_are_those_of_the_request_alone(windows):
     assert all(count > 0 for count in done.values()), done
 
 
+@pytest.mark.slow
 def test_the_round_program_copies_no_pool_of_either_kind():
     config = EngineConfig(max_seqs=4, max_seq_len=1024, max_pages=4096, max_step_tokens=64)
     engine = InferenceEngine(windowed_model((100, 100, None)), config=config)

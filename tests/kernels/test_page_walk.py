@@ -90,6 +90,7 @@ def copies(monkeypatch):
     return events
 
 
+@pytest.mark.slow
 def test_a_tpu_copies_no_page_before_the_chunk(copies):
     """In chunks of 96, a query at 299 sees the keys from 288 on, and one at 99 those from 96 on: a page each."""
     batch = make_ragged(SIZES, [(1, length) for length in LENS])

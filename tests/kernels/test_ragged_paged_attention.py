@@ -112,7 +112,9 @@ def test_chunked_attention_equals_dense_and_pages_before_the_chunk_may_be_unmapp
     check(batch, impl, attention_chunk=attention_chunk, traced=window and dict(sliding_window=jnp.int32(window)))
 
 
-@pytest.mark.parametrize("head_dim", [64, 96, 128, 160, 192, 256, 512])
+@pytest.mark.parametrize(
+    "head_dim", [64, 96, 128, *(pytest.param(each, marks=pytest.mark.slow) for each in (160, 192, 256)), 512]
+)
 @pytest.mark.parametrize("impl", RUNS_HERE)
 def test_every_head_size_equals_dense(impl, head_dim):
     sizes = Sizes(6, 2, head_dim, 16, tokens=24, rows=4, max_pages=10, dtype="bfloat16", sinks=True)

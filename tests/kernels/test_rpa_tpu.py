@@ -112,6 +112,7 @@ def test_a_kv_block_of_more_pages_than_the_page_table_has_equals_dense():
     check(make_ragged(sizes, [(1, 90), (7, 60), (1, 3)]), tiles=small_tiles(sizes, tokens=2048))
 
 
+@pytest.mark.slow
 def test_sinks_in_chunked_attention_equal_dense_and_pages_before_the_chunk_may_be_unmapped():
     """Chunks of 96, which is no power of two: the last queries of a prompt chunk see the third and the fourth."""
     sizes = Sizes(4, 2, 64, 32, tokens=40, rows=5, max_pages=10, sinks=True)

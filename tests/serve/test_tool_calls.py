@@ -167,7 +167,7 @@ TWO += r'\n<tool_call>\{"name": "get-time", "arguments": \{\}\}</tool_call>'
 def engine():
     model, tokenizer = load_model(MODEL)
     config = EngineConfig(max_seqs=8, max_seq_len=256, page_size=4, max_step_tokens=64, max_logprobs=4)
-    return InferenceEngine(model, tokenizer, config)
+    return InferenceEngine(model, tokenizer, config, constraints=True)
 
 
 @pytest.fixture
