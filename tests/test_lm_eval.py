@@ -38,7 +38,7 @@ def model():
 
 @pytest.fixture(scope="module")
 def lm(model):
-    return EngineLM(InferenceEngine(*model, EngineConfig(max_seqs=4, max_seq_len=LENGTH)), max_gen_toks=8)
+    return EngineLM(InferenceEngine(*model, EngineConfig(max_seqs=4, max_seq_len=LENGTH), scoring=True), max_gen_toks=8)
 
 
 def requests(kind, arguments):

@@ -129,7 +129,9 @@ def as_a_gpu():
     programs.cache_clear()
 
 
-@pytest.mark.parametrize("platform, shapes", [("tpu", SHAPES), ("gpu", SHAPES), ("gpu", WINDOWED)])
+@pytest.mark.parametrize(
+    "platform, shapes", [("tpu", SHAPES), ("gpu", SHAPES), pytest.param("gpu", WINDOWED, marks=pytest.mark.slow)]
+)
 def test_the_tables_of_other_platforms_equal_the_model_too(request, platform, shapes):
     request.getfixturevalue(f"as_a_{platform}")
     driver, rng = Driver(shapes), np.random.default_rng(1)

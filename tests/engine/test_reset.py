@@ -15,7 +15,7 @@ REQUEST = Request(prompt_token_ids=[5, 6, 7, 8, 9], sampling=SamplingParams(max_
 
 @pytest.fixture(scope="module")
 def engine():
-    return InferenceEngine(tiny_model(), config=EngineConfig(**SIZES, max_pages=20))
+    return InferenceEngine(tiny_model(), config=EngineConfig(**SIZES, max_pages=20), scoring=True)
 
 
 def pool(engine: InferenceEngine) -> np.ndarray:
@@ -60,7 +60,7 @@ def test_prompts_one_after_another_need_neither_reset_nor_wipe(engine):
 def test_generate_calls_neither_reset_nor_wipe(engine, monkeypatch):
     """A wipe of the pool at each call would give the same results, and compile nothing."""
     engine.reset()
-    engine.score([[1, 2, 3]])  # the programs are others from then on
+    engine.score([[1, 2, 3]])  # what reads scores is compiled by the first call
     called = []
     for name in ("reset", "zero_cache", "init"):
         program = getattr(engine.programs, name)

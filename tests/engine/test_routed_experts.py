@@ -35,7 +35,7 @@ def model():
 
 @functools.cache
 def engine() -> InferenceEngine:
-    return InferenceEngine(model(), config=EngineConfig(**SIZES))
+    return InferenceEngine(model(), config=EngineConfig(**SIZES), routing=True)
 
 
 def routes(tokens: list[int]) -> np.ndarray:

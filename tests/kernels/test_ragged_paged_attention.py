@@ -29,6 +29,8 @@ SIZES = {
     "gqa2-page64-bf16": Sizes(4, 2, 32, 64, max_pages=4, dtype="bfloat16"),
 }
 KINDS = ("decode", "prompts", "chunks", "mixed")
+IMPLS = [pytest.param(impl, marks=pytest.mark.slow) if impl == "reference" else impl for impl in RUNS_HERE]
+"""The reference is nearly the oracle: CI compares it with random batches and mods, and all else is for the nightly."""
 
 
 @functools.cache
@@ -58,7 +60,7 @@ def test_attention_of_random_batches_equals_dense(sizes, impl, sinks):
             check(make_ragged(sizes, random_rows(sizes, kind, seed), seed), impl)
 
 
-@pytest.mark.parametrize("impl", RUNS_HERE)
+@pytest.mark.parametrize("impl", IMPLS)
 def test_attention_of_the_named_batches_equals_dense(impl):
     n = 21
     scenarios = {
@@ -75,7 +77,7 @@ def test_attention_of_the_named_batches_equals_dense(impl):
 
 
 @pytest.mark.parametrize("sinks", [False, True], ids=["no-sinks", "sinks"])
-@pytest.mark.parametrize("impl", RUNS_HERE)
+@pytest.mark.parametrize("impl", IMPLS)
 def test_window_is_traced_and_equals_dense(impl, sinks):
     sizes = dataclasses.replace(SIZES["mqa-page4"], sinks=sinks)
     batch = make_ragged(sizes, [(1, 140), (1, 3), (20, 150), (7, 7)])
@@ -83,7 +85,7 @@ def test_window_is_traced_and_equals_dense(impl, sinks):
         check(batch, impl, traced=dict(sliding_window=jnp.int32(window)))
 
 
-@pytest.mark.parametrize("impl", RUNS_HERE)
+@pytest.mark.parametrize("impl", IMPLS)
 def test_pages_behind_a_window_may_be_unmapped_and_change_no_bit(impl):
     """Windows that end within a page and at its edge; of a prompt chunk, those of its first query."""
     batch = make_ragged(SIZES["mqa-page4"], [(1, 140), (1, 3), (20, 150), (7, 7), (1, 128)])
@@ -100,7 +102,7 @@ def test_pages_behind_a_window_may_be_unmapped_and_change_no_bit(impl):
 
 
 @pytest.mark.parametrize("attention_chunk, window", [(1, None), (16, None), (100, None), (100, 20)])
-@pytest.mark.parametrize("impl", RUNS_HERE)
+@pytest.mark.parametrize("impl", IMPLS)
 def test_chunked_attention_equals_dense_and_pages_before_the_chunk_may_be_unmapped(impl, attention_chunk, window):
     """Queries at the first and the last position of a chunk, prompt chunks that cross one and three of them."""
     sizes = dataclasses.replace(SIZES["mqa-page4"], sinks=True)
@@ -115,7 +117,7 @@ def test_chunked_attention_equals_dense_and_pages_before_the_chunk_may_be_unmapp
 @pytest.mark.parametrize(
     "head_dim", [64, 96, 128, *(pytest.param(each, marks=pytest.mark.slow) for each in (160, 192, 256)), 512]
 )
-@pytest.mark.parametrize("impl", RUNS_HERE)
+@pytest.mark.parametrize("impl", IMPLS)
 def test_every_head_size_equals_dense(impl, head_dim):
     sizes = Sizes(6, 2, head_dim, 16, tokens=24, rows=4, max_pages=10, dtype="bfloat16", sinks=True)
     check(make_ragged(sizes, [(1, 140), (18, 130), (1, 5), (3, 3)]), impl, scale=head_dim**-0.5)
@@ -131,7 +133,7 @@ def test_every_head_size_equals_dense(impl, head_dim):
     ],
     ids=["small", "deepseek-bits", "few-rows", "two-heads-int8"],
 )
-@pytest.mark.parametrize("impl", RUNS_HERE)
+@pytest.mark.parametrize("impl", IMPLS)
 def test_values_that_are_the_first_numbers_of_their_keys_equal_dense(impl, sizes):
     if impl == "cpu" and sizes.kv_heads > 1:
         with pytest.raises(ValueError, match="latents of one head, not of 2"):
@@ -158,12 +160,12 @@ def test_a_pool_of_latents_is_checked():
 
 
 @pytest.mark.parametrize("scale, soft_cap", [(1.0, None), (144**-0.5, 50.0), (-0.01, None)])
-@pytest.mark.parametrize("impl", RUNS_HERE)
+@pytest.mark.parametrize("impl", IMPLS)
 def test_a_scale_may_be_any_number(impl, scale, soft_cap):
     check(make_ragged(SIZES["mqa-page4"], [(1, 90), (20, 60)]), impl, scale=scale, soft_cap=soft_cap)
 
 
-@pytest.mark.parametrize("impl", RUNS_HERE)
+@pytest.mark.parametrize("impl", IMPLS)
 def test_a_sink_takes_its_share_of_the_weights_and_one_of_minus_infinity_takes_none(impl):
     """Sinks of 4 heads: none; the maximum, by 60; one far below all scores; one of the size of the scores."""
     batch = make_ragged(SIZES["gqa2-page64-bf16"], [(1, 100), (20, 60), (2, 2)])
@@ -189,7 +191,7 @@ def test_a_query_with_a_sink_that_sees_nothing_gives_zeros(impl):
     assert not np.asarray(out[:22])[sees_nothing].any() and np.asarray(out[:22])[~sees_nothing].all()
 
 
-@pytest.mark.parametrize("impl", RUNS_HERE)
+@pytest.mark.parametrize("impl", IMPLS)
 def test_cap_alibi_and_sinks_equal_dense(impl):
     batch = make_ragged(SIZES["gqa3-page16-bits"], [(1, 140), (30, 170), (4, 4)])
     slopes, sinks = jnp.asarray(2.0 ** -np.arange(6), jnp.float32), jnp.linspace(-3, 3, 6, dtype=jnp.float32)
@@ -210,7 +212,7 @@ def test_mods_equal_dense_and_a_query_that_sees_nothing_gives_zeros(impl):
     assert not out[0].any() and out[1].any()
 
 
-@pytest.mark.parametrize("impl", RUNS_HERE)
+@pytest.mark.parametrize("impl", IMPLS)
 def test_hidden_keys_on_unmapped_pages_are_not_read(impl):
     sizes = SIZES["mqa-page4"]
     batch = make_ragged(sizes, [(1, 100), (3, 90)])

@@ -107,7 +107,9 @@ def test_logits_that_tie_with_the_kth_count_for_top_p_where_they_are_no_candidat
         np.testing.assert_array_equal(np.flatnonzero(logits[row] >= threshold[row]), ids, str(row))
 
 
-@pytest.mark.parametrize("vocab", [257, VOCAB, 3001, pytest.param(70001, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "vocab", [257, VOCAB, *(pytest.param(vocab, marks=pytest.mark.slow) for vocab in (3001, 70001))]
+)
 def test_draws_are_those_of_the_tree(vocab):
     """Trees of three, four and five levels, with all of their sums to the bit."""
     logits = (RNG.normal(size=(ROWS, vocab)) * 3).astype(np.float32)

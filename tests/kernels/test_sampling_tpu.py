@@ -82,7 +82,12 @@ def test_statistics_equal_numpy():
 
 
 @pytest.mark.parametrize(
-    "vocab, part", [(VOCAB, VOCAB), (4 * 2048, 2048), (16 * 523, 4 * 523), (3001, 3001), (2049, 2049)]
+    "vocab, part",
+    [
+        (VOCAB, VOCAB),
+        (16 * 523, 4 * 523),
+        *(pytest.param(*sizes, marks=pytest.mark.slow) for sizes in ((4 * 2048, 2048), (3001, 3001), (2049, 2049))),
+    ],
 )
 def test_sums_are_those_of_the_tree_to_the_bit(vocab, part):
     """For a whole vocabulary and for a device's part of one."""
