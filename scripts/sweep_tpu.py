@@ -63,9 +63,14 @@ OTHERS: tuple[tuple[tuple[int, int, int], int, dict], ...] = (
     ((40, 8, 128), 64, {"attention_chunk": 8192}),
     ((5, 1, 128), 16, {"attention_chunk": 6000}),
     ((20, 4, 128), 32, {"window": 512, "soft_cap": 50.0}),
+    ((8, 2, 128), 16, {}),
+    ((8, 2, 128), 64, {"sinks": True, "window": 128}),
+    ((8, 4, 128), 128, {}),
+    ((4, 2, 256), 32, {"soft_cap": 50.0}),
 )
 """Heads, page and rules of `--others`: head sizes of 96 to 512, one query head for a kv head, 5, 7, 16 and 32, one kv
-head and 32, pages of 8; gpt-oss and Llama 4, each on one chip and a share of one in eight; a window with a soft cap."""
+head and 32, pages of 8; gpt-oss and Llama 4, each on one chip and a share of one in eight; a window with a soft cap;
+heads so few that the cores of v4 and v5p read the same rows of queries (`Sizes.sharing_parts`)."""
 RULES = ("window", "sinks", "attention_chunk", "soft_cap", "value_dim")
 """Fields of a `Case` that are neutral in the recorded ones."""
 TOKENS = 512

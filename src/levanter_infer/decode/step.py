@@ -36,6 +36,7 @@ from levanter_infer.decode.snapshots import keep_states, restore_states, store_s
 from levanter_infer.decode.state import Counters, DecodeState, GenState
 from levanter_infer.kernels import scopes
 from levanter_infer.kernels.loops import in_parts, run_bucket, run_if
+from levanter_infer.kernels.xla.backend import XLA
 from levanter_infer.layers.attention import AttentionSpec
 
 
@@ -272,18 +273,13 @@ def batch_info(state: DecodeState, plan: StepPlan, shapes: Shapes) -> PageBatchI
     )
 
 
-def put_numbers(table: Array, row: Array, column: Array, values: Array) -> Array:
-    """`Backend.put_numbers` for callers without a backend."""
-    return scatter(table, (row, column), values)
-
-
 def append(
     state: DecodeState,
     ring: OutputRing,
     plan: StepPlan,
     sampled: SampleOutput,
     shapes: Shapes,
-    put: Callable[[Array, Array, Array, Array], Array] = put_numbers,
+    put: Callable[[Array, Array, Array, Array], Array] = XLA.put_numbers,
 ) -> tuple[DecodeState, OutputRing, StateMoves]:
     """Store the sampled tokens, end the sequences that are done, release their pages, and start forks.
 
