@@ -47,14 +47,16 @@ def test_a_rollout_that_was_aborted_goes_on_with_other_weights_and_names_both_ve
     engine.cancel(group)
     engine.drain()
     output, old = group.output(), engine.version
-    engine.swap_weights(tiny_model(1))
     part = output.completions[2]
-    more = engine.generate(continuation(output, 2, WHOLE))[0].completions[0]
+    try:
+        engine.swap_weights(tiny_model(1))
+        more = engine.generate(continuation(output, 2, WHOLE))[0].completions[0]
+    finally:  # other files share the engine
+        engine.swap_weights(tiny_model())
     found, cut = joined(part, more), len(part.token_ids)
     assert cut >= 6 and part.finish_reason == "abort" and found.token_ids[:cut] == undisturbed[2].token_ids[:cut]
     assert len(found.token_ids) == len(found.logprobs) == len(found.token_versions) == 20
     assert found.token_versions.tolist() == [old] * cut + [old + 1] * (20 - cut)
-    engine.swap_weights(tiny_model())
 
 
 @pytest.mark.parametrize(

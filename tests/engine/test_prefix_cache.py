@@ -184,13 +184,12 @@ def test_samples_of_one_prompt_leave_pages_that_are_found(engine):
 
 
 def test_pages_are_found_until_others_need_them_the_least_recently_released_first(small_engine):
-    engine = small_engine
-    run(engine, request(text(25, seed=1)))
-    run(engine, request(text(25, seed=2)))
-    assert run(engine, request(text(25, seed=2)))["prefix_hits"] == 6
-    assert run(engine, request(text(25, seed=3)))["prefix_evictions"] > 0
-    assert run(engine, request(text(25, seed=2)))["prefix_hits"] == 6
-    assert run(engine, request(text(25, seed=1)))["prefix_hits"] < 6
+    run(small_engine, request(text(25, seed=1)))
+    run(small_engine, request(text(25, seed=2)))
+    assert run(small_engine, request(text(25, seed=2)))["prefix_hits"] == 6
+    assert run(small_engine, request(text(25, seed=3)))["prefix_evictions"] > 0
+    assert run(small_engine, request(text(25, seed=2)))["prefix_hits"] == 6
+    assert run(small_engine, request(text(25, seed=1)))["prefix_hits"] < 6
 
 
 def test_a_preempted_sequence_finds_its_pages_again(small_engine):
@@ -200,17 +199,16 @@ def test_a_preempted_sequence_finds_its_pages_again(small_engine):
 
 def test_who_waits_to_start_needs_room_only_for_what_nobody_holds(small_engine):
     """Four sequences of ten pages, eight of them common, in a pool that holds 20."""
-    engine = small_engine
-    preempted = engine.stats()["preemptions"]
+    preempted = small_engine.stats()["preemptions"]
     requests = [request(text(33) + [i] * 3, max_tokens=4) for i in range(4)]
-    groups = [engine.submit(asked) for asked in requests]
+    groups = [small_engine.submit(asked) for asked in requests]
     running = 0
     while not all(group.is_done for group in groups):
-        engine.step_round(max_steps=1)
-        running = max(running, engine.stats()["running"])
-    engine.drain()
-    check_invariants(engine.state.decode)
-    assert running == 4 and engine.stats()["preemptions"] == preempted
+        small_engine.step_round(max_steps=1)
+        running = max(running, small_engine.stats()["running"])
+    small_engine.drain()
+    check_invariants(small_engine.state.decode)
+    assert running == 4 and small_engine.stats()["preemptions"] == preempted
     for asked, group in zip(requests, groups, strict=True):
         assert group.sequences[0].token_ids == uncached_greedy(tiny_model(), list(asked.prompt_token_ids), 4)
 

@@ -30,7 +30,7 @@ SIZES = {
 }
 KINDS = ("decode", "prompts", "chunks", "mixed")
 IMPLS = [pytest.param(impl, marks=pytest.mark.slow) if impl == "reference" else impl for impl in RUNS_HERE]
-"""The reference is nearly the oracle: CI compares it with random batches and mods, and all else is for the nightly."""
+"""The reference is nearly the oracle itself: in CI the tests of random batches and of mods have it."""
 
 
 @functools.cache
