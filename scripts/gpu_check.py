@@ -34,15 +34,28 @@ PEAK_GB_S = {"H200": 4800, "H100": 3350, "A100": 2039, "B200": 8000}
 """Memory bandwidth by a part of the device's name."""
 
 
+MIXED = [(1, 2900), (200, 900), (1, 17), (64, 64), (1, 300)]
+MANY = [(1, 31 * (row + 1)) for row in range(60)]
+"""Enough rows for the tile of many programs, in a step that has one lane and in one that has two."""
+
+
 def parity() -> int:
-    """Every head size, page size and dtype, mixed batches, all rules; the `reference` on the same device is right."""
+    """Every head size, page size and dtype, mixed batches and many rows, all rules; the `reference` on the same device
+    is right."""
     wrong = 0
     for head_dim, page_size in ((64, 8), (96, 32), (128, 16), (256, 256)):
         for dtype in ("float32", "bfloat16", "float16"):
-            for heads, kv_heads in ((8, 8), (9, 3), (32, 8), (71, 1)):
-                sizes = Sizes(heads, kv_heads, head_dim, page_size, rows=8, tokens=400, dtype=dtype, max_pages=0)
+            for heads, kv_heads, rows, tokens, requests in (
+                (8, 8, 8, 400, MIXED),
+                (9, 3, 8, 400, MIXED),
+                (32, 8, 8, 400, MIXED),
+                (71, 1, 8, 400, MIXED),
+                (32, 8, 60, 60, MANY),
+                (32, 8, 60, 80, MANY),
+            ):
+                sizes = Sizes(heads, kv_heads, head_dim, page_size, rows=rows, tokens=tokens, dtype=dtype)
                 sizes = dataclasses.replace(sizes, max_pages=-(-3000 // page_size))
-                batch = make_ragged(sizes, [(1, 2900), (200, 900), (1, 17), (64, 64), (1, 300)])
+                batch = make_ragged(sizes, requests)
                 arrays = dict(batch.arrays, q=batch.arrays["q"].astype(dtype), sliding_window=jnp.int32(1500))
                 arrays.update(sinks=jnp.ones(heads), alibi_slopes=jnp.full(heads, 0.01))
                 arrays["q"] = jnp.where(jnp.isnan(arrays["q"]), 0, arrays["q"])
@@ -58,7 +71,9 @@ def parity() -> int:
                 error, allowed = float(np.abs(out - right).max()), 1e-5 if dtype == "float32" else 2e-2
                 good = error <= allowed  # NaN is not
                 wrong += not good
-                case = dict(head_dim=head_dim, page_size=page_size, dtype=dtype, heads=heads, kv_heads=kv_heads)
+                case = dict(
+                    head_dim=head_dim, page_size=page_size, dtype=dtype, heads=heads, kv_heads=kv_heads, rows=rows
+                )
                 print(json.dumps({"check": "parity", "good": good, "error": error, "allowed": allowed, **case}))
     return wrong
 

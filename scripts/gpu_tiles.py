@@ -188,19 +188,19 @@ def timed_attention(tile: dict[str, int] | None, *, calls: int, decodes: bool) -
 def attention_tiles(decodes: bool, context: int) -> Iterator[dict[str, int]]:
     if decodes:
         for keys, warps, stages, splits, least in itertools.product(
-            [32, 64], [2, 4], [2, 3], [1, 2, 4, 8, 16, 32], [64, 128, 256, 512]
+            [32, 64], [1, 2, 4], [2, 3, 4], [1, 2, 4, 8, 16, 32], [64, 128, 256, 512]
         ):
+            if warps == 1 and keys > 32:  # too many registers
+                continue
             if least < keys or keys * stages * SIZE * 4 > shared_memory() or (splits == 1 and least > 64):
                 continue
             if splits > 1 and not 1 <= context / least <= 2 * splits:
                 continue
             yield dict(keys=keys, warps=warps, stages=stages, splits=splits, min_turns=least // keys)
         return
-    for rows, keys, warps, stages, unmasks in itertools.product(
-        [64, 128], [32, 64, 128], [4, 8], [2, 3], [True, False]
-    ):
+    for rows, keys, warps, stages in itertools.product([64, 128], [32, 64, 128], [4, 8], [2, 3, 4]):
         if keys * stages * SIZE * 4 + rows * SIZE * 2 <= shared_memory():
-            yield dict(rows=rows, keys=keys, warps=warps, stages=stages, unmasks=unmasks)
+            yield dict(rows=rows, keys=keys, warps=warps, stages=stages)
 
 
 def search(case: Case, limit: float, pool: concurrent.futures.Executor, show: int) -> None:

@@ -65,6 +65,30 @@ def test_every_head_dim_and_page_size_equals_dense(head_dim, page_size):
     check(batch, run(batch))
 
 
+@pytest.mark.parametrize("one_lane", [False, True])
+@pytest.mark.parametrize("dtype, keys", [("bfloat16", 32), ("float32", 16)])
+def test_many_rows_have_turns_of_one_warp_that_equal_dense(dtype, keys, one_lane, monkeypatch):
+    sizes = Sizes(6, 2, 128, 16, tokens=16, rows=4, max_pages=20, dtype=dtype, sinks=True)
+    of_call = dict(heads_per_kv_head=3, head_dim=128, itemsize=jnp.dtype(dtype).itemsize, max_tokens=4096, kv_heads=2)
+    tile, _ = rpa_gpu.lanes(**of_call, num_rows=128)
+    assert (tile.keys, tile.warps) == (keys, 1)
+    monkeypatch.setattr(rpa_gpu, "_MANY_PROGRAMS", 1)
+    monkeypatch.setattr(rpa_gpu, "ONE_LANE_TOKENS", 64 * one_lane)
+    batch = make_ragged(sizes, [(1, 290), (5, 200), (1, 32), (1, 33)])
+    batch.arrays["sliding_window"] = jnp.int32(100)
+    check(batch, run(batch, retrace=True), sliding_window=100)
+
+
+def test_fixed_splits_do_not_depend_on_the_number_of_rows(monkeypatch):
+    """The same sequence in a step of few rows and in one of many: a turn of keys may not be shorter there."""
+    seen = []
+    monkeypatch.setattr(rpa_gpu, "_run", lambda call, tile, *_: seen.append(tile) or call.q)
+    for rows in (1, 512):
+        batch = make_ragged(Sizes(8, 8, 64, 16, tokens=8, rows=rows, max_pages=40), [(1, 9)])
+        attend(**batch.arrays, scale=1.0, impl="gpu", rows_apart=True)
+    assert seen[0] == seen[1]
+
+
 @pytest.mark.slow
 def test_pages_of_float16_equal_dense():
     batch = make_ragged(replace(SIZES, dtype="float16"), MIXED[:4])

@@ -77,6 +77,9 @@ of a prompt chunk too."""
 ONE_LANE_TOKENS = 64
 """Most tokens of a step that the tiles of decode tokens compute, chunks included, in one lane: the launch of another
 would take longer than they save."""
+_MANY_PROGRAMS = 256
+"""Programs of the decode lane from which on each has one warp and short turns: many then run on one multiprocessor, and
+where each thread of a warp loads the page of one key, Triton loads the keys of two turns at once."""
 _TURN_BYTES = 32 * 1024
 """Bytes of keys and values per turn. Times the stages this is the shared memory of a program: at most 99 KB on the
 smallest of these GPUs, and little enough that several programs run on one multiprocessor."""
@@ -99,17 +102,20 @@ def lanes(
     stages = max(1, min(3, 3 * _TURN_BYTES // (2 * keys * dim * itemsize)))
     decode_rows = min(rows, _side(heads_per_kv_head))
     num_programs = num_rows * kv_heads * -(-heads_per_kv_head // decode_rows)  # without splits
-    fills, least = num_programs >= 256, least_split(num_programs)
+    least = least_split(num_programs)
     most = max(MOST_ROWS_SPLITS, min(MAX_SPLITS, _SPLIT_PROGRAMS // _power_of_two(num_programs)))
     decode = Tile(
         rows=decode_rows,
         keys=keys,
-        warps=2 if fills and warps == 4 and decode_rows == 16 else warps,
+        warps=warps,
         stages=stages,
         decodes=True,
         splits=min(most, _power_of_two(-(-max_tokens // least))),
         min_turns=max(1, least // keys),
     )
+    if num_programs >= _MANY_PROGRAMS and warps == 4 and decode_rows == 16:
+        narrow = max(16, keys // 2)
+        decode = dataclasses.replace(decode, keys=narrow, warps=1, min_turns=max(1, least // narrow))
     prefill = Tile(rows=rows, keys=keys, warps=warps, stages=stages, decodes=False, unmasks=True)
     if dim * itemsize <= 256:
         prefill = dataclasses.replace(prefill, rows=128, keys=max(16, keys // 2), warps=8, stages=2)
@@ -147,14 +153,13 @@ def gpu_attention(call: AttentionCall, *, invariant: bool = False, interpret: bo
         head_dim=call.out_shape[2],
         itemsize=_operand_dtype(call).itemsize,
         max_tokens=max_tokens,
-        num_rows=call.num_rows,
+        num_rows=1 if invariant else call.num_rows,  # the order of sums must not depend on how many there may be
         kv_heads=call.kv_heads,
     )
     if invariant:
         width = max(MIN_FIXED_SPLIT_TOKENS, _power_of_two(-(-max_tokens // FIXED_SPLITS)))
         splits = dict(splits=_power_of_two(-(-max_tokens // width)), split_tokens=width)
-        # At least four warps: the decode lane has two where there may be many rows, and bits do not depend on that.
-        tile = dataclasses.replace(decode, decodes=False, least_queries=1, warps=max(decode.warps, 4), **splits)
+        tile = dataclasses.replace(decode, decodes=False, least_queries=1, **splits)
         return _run(call, tile, None, interpret)
     if 1 < call.num_tokens <= ONE_LANE_TOKENS:
         return _run(call, dataclasses.replace(decode, decodes=False, least_queries=1), None, interpret)
