@@ -7,7 +7,8 @@ JSON lines: the rates of the device (a copy's bandwidth, bfloat16 matmuls), a de
 the time that the copy needs for its weights, keys and values, a prompt as a share of the matmuls' rate, and with
 `--trace` the kernels of a step from a profile. Engines of one process differ in speed: `--engines` measures several.
 `--forms` measures engines of several forms in turn, repeat by repeat: `default`; `loops`, optional work as loops
-(decision 0058); `decode:KEYS:WARPS:STAGES`, with this tile of attention for decode tokens.
+(decision 0058); `decode:KEYS:WARPS:STAGES[:SPLIT]`, with this tile of attention for decode tokens, and with so many
+keys in the shortest split.
 `--vllm` names the Python of an environment with vLLM, which runs the same prompts in turn, with random weights
 (scripts/peers/vllm_gpu.py), in the memory that XLA_PYTHON_CLIENT_MEM_FRACTION leaves: 0.5 for an 8B and 80 GB. On a CPU
 it runs too, with `--shape tiny`, as a rehearsal.
@@ -161,18 +162,18 @@ def in_form(form: str) -> contextlib.AbstractContextManager:
         case ["loops"]:
             platforms = {name: dataclasses.replace(each, branches=False) for name, each in registry.PLATFORMS.items()}
             return mock.patch.dict(registry.PLATFORMS, platforms)
-        case ["decode", *numbers] if len(numbers) == 3 and all(n.isdigit() and int(n) for n in numbers):
-            keys, warps, stages = map(int, numbers)
+        case ["decode", *numbers] if len(numbers) in (3, 4) and all(n.isdigit() and int(n) for n in numbers):
+            keys, warps, stages, *least = map(int, numbers)
             lanes = attention.lanes
 
             def changed(**sizes) -> tuple[attention.Tile, attention.Tile]:
                 decode, prefill = lanes(**sizes)
-                turns = max(1, decode.min_turns * decode.keys // keys)  # splits of the same length
+                turns = max(1, (least[0] if least else decode.min_turns * decode.keys) // keys)
                 tile = dict(keys=keys, warps=warps, stages=stages, min_turns=turns)
                 return dataclasses.replace(decode, **tile), prefill
 
             return mock.patch.object(attention, "lanes", changed)
-    raise ValueError(f"--forms: got {form!r}, expected default, loops or decode:KEYS:WARPS:STAGES")
+    raise ValueError(f"--forms: got {form!r}, expected default, loops or decode:KEYS:WARPS:STAGES[:SPLIT]")
 
 
 def engine_for(model, args, batch: int, prompt: int, form: str) -> InferenceEngine:

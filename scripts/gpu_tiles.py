@@ -115,7 +115,7 @@ def timed_matmul(tile: linear.Tile | None, *, calls: int, is_pair: bool) -> Call
 def matmul_tiles(count: int) -> Iterator[linear.Tile]:
     side = max(16, 1 << (count - 1).bit_length())
     if count <= 64:
-        options = itertools.product([side], [16, 32, 64], [128, 256, 512], [2, 4, 8], [2, 3, 4, 6])
+        options = itertools.product([side], [16, 32, 64, 128], [64, 128, 256, 512], [2, 4, 8], [2, 3, 4, 6])
     else:
         sides = [(64, 128), (64, 256), (128, 128), (128, 256), (256, 128)]
         options = ((*side, *rest) for side, *rest in itertools.product(sides, [32, 64], [4, 8], [3, 4]))
