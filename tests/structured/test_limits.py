@@ -1,5 +1,6 @@
 """What a constraint may cost: each of these ended the process or took minutes without a bound."""
 
+import contextlib
 import subprocess
 import sys
 import threading
@@ -91,22 +92,34 @@ def test_a_chain_of_references_does_not_overflow_the_stack(name):
 
 
 def slowness() -> float:
-    """How much slower this processor is just now than that of the bounds: one that shares its core with another process
-    takes nearly twice as long. Bounds are of work, and seconds are what is measured."""
+    """How much slower this processor is just now than that of the bounds."""
     begin, numbers = time.process_time(), {}
     for i in range(1_000_000):
         numbers[i & 1023] = i
     return max(1.0, (time.process_time() - begin) / 0.075)
 
 
+@contextlib.contextmanager
+def within(seconds: float):
+    """What runs inside takes no longer than this on the processor of the bounds. Bounds are of work, and seconds are
+    what is measured: a processor that shares its core with another process takes nearly twice as long, and may be fast
+    again right after, so that its speed is measured before and after."""
+    before = max(slowness(), slowness())
+    begin = time.process_time()
+    yield
+    took = time.process_time() - begin
+    assert took < seconds * max(before, slowness(), slowness())
+
+
 def test_a_grammar_in_gbnf_has_so_many_rules():
     text = chained(guides._MAX_GBNF_RULES, 'r{} ::= "a" r{}\n', 'r{} ::= "b"\n').replace("r0", "root", 1)
     made = Guides(VOCAB, [END])
     assert np.flatnonzero(made.of_grammar(text).allowed()).tolist() == [ord("a")]
-    begin = time.process_time()
-    with pytest.raises(ConstraintError, match="it has 1025 rules in GBNF; at most 1024 are taken; give fewer"):
+    with (
+        within(1),
+        pytest.raises(ConstraintError, match="it has 1025 rules in GBNF; at most 1024 are taken; give fewer"),
+    ):
         made.of_grammar(text + 'more ::= "c"\n')
-    assert time.process_time() - begin < 1 * slowness()
 
 
 def test_threads_that_start_after_a_compilation_have_stacks_as_before():
@@ -117,18 +130,15 @@ def test_threads_that_start_after_a_compilation_have_stacks_as_before():
 
 @pytest.mark.parametrize("regex", ["a(?:){100000000}", "((?:){4294967294}){4294967294}a", "a(?:b{0}){100000000}"])
 def test_what_is_empty_is_repeated_once(regex):
-    begin = time.process_time()
-    found, plain = transitions_of(regex), transitions_of("a")
-    assert time.process_time() - begin < 1 * slowness()
+    with within(1):
+        found, plain = transitions_of(regex), transitions_of("a")
     for left, right in zip(found, plain, strict=True):
         np.testing.assert_array_equal(left, right)
 
 
 def test_items_that_are_empty_are_work_too():
-    begin = time.process_time()
-    with pytest.raises(TooManyStates, match="its automaton takes too long to make; simplify it"):
+    with within(3), pytest.raises(TooManyStates, match="its automaton takes too long to make; simplify it"):
         transitions_of("(?:" + "()" * 30_000 + "b){10000}")
-    assert time.process_time() - begin < 3 * slowness()
 
 
 def multiplied(levels: int, width: int, **bounds) -> dict:
@@ -159,9 +169,8 @@ LARGE = {
     ids=["no-items", "multiplied", "large", "nested"],
 )
 def test_a_schema_is_read_in_a_second_or_left_to_llguidance(schema, expected):
-    begin = time.process_time()
-    assert regex_of(schema) == expected
-    assert time.process_time() - begin < 2 * slowness()
+    with within(2):
+        assert regex_of(schema) == expected
 
 
 SETS = ["".join(chr(0x100 + k + 2 * i) for i in range(300)) for k in range(300)]
@@ -173,23 +182,20 @@ SETS = ["".join(chr(0x100 + k + 2 * i) for i in range(300)) for k in range(300)]
     ids=["optional", "any-number", "case"],
 )
 def test_the_work_of_a_regex_is_bounded(regex):
-    begin = time.process_time()
-    with pytest.raises(TooManyStates, match="its automaton takes too long to make; simplify it"):
+    with within(3), pytest.raises(TooManyStates, match="its automaton takes too long to make; simplify it"):
         transitions_of(regex)
-    assert time.process_time() - begin < 3 * slowness()
 
 
 def test_sets_without_case_take_no_longer_than_others():
-    begin = time.process_time()
-    found = transitions_of("(?i)" + "".join(f"[{letters}]" for letters in SETS))
-    assert time.process_time() - begin < 3 * slowness() and len(found[0]) > len(SETS)
+    with within(3):
+        found = transitions_of("(?i)" + "".join(f"[{letters}]" for letters in SETS))
+    assert len(found[0]) > len(SETS)
 
 
 def test_the_work_of_an_intersection_is_bounded():
     vocab = [*VOCAB[:256], *(b"%c%c" % (a, b) for a in range(97, 117) for b in range(97, 117)), b""]
     automaton = from_bytes(*transitions_of("[a-z ]{9000}"), vocab, [len(vocab) - 1])
     pairs = without([(i, i + 1) for i in range(97, len(vocab) - 2)], len(vocab))
-    begin = time.process_time()
-    with pytest.raises(TooManyStates, match=r"together they have more than \d+ states, with \d+ classes of tokens"):
+    refusal = r"together they have more than \d+ states, with \d+ classes of tokens"
+    with within(8), pytest.raises(TooManyStates, match=refusal):
         intersection(automaton, pairs)
-    assert time.process_time() - begin < 8 * slowness()
