@@ -65,18 +65,49 @@ def test_every_head_dim_and_page_size_equals_dense(head_dim, page_size):
     check(batch, run(batch))
 
 
+@pytest.mark.parametrize(
+    "head_dim, itemsize, group, many, few",
+    [
+        (128, 2, 4, (32, 1), (64, 4)),
+        (64, 4, 16, (32, 1), (64, 4)),
+        (128, 4, 4, (32, 2), (32, 4)),
+        (128, 2, 17, (64, 4), (64, 4)),
+        (256, 2, 4, (32, 8), (32, 8)),
+    ],
+)
+def test_many_rows_have_turns_of_one_warp(head_dim, itemsize, group, many, few):
+    """Keys and warps; heads of which one warp holds no turn keep more. Splits are as long as without."""
+    sizes = dict(heads_per_kv_head=group, head_dim=head_dim, itemsize=itemsize, max_tokens=8192, kv_heads=8)
+    programs = -(-group // 32) if group > 16 else 1
+    for rows, expected in ((32 // programs, many), (32 // programs - 1, few)):
+        tile, _ = rpa_gpu.lanes(**sizes, num_rows=rows)
+        assert (tile.keys, tile.warps) == expected
+        assert tile.keys * tile.min_turns == rpa_gpu.least_split(rows * 8 * programs)
+
+
+def test_chunks_of_float32_have_registers():
+    sizes = dict(heads_per_kv_head=4, max_tokens=8192, kv_heads=8, num_rows=8)
+    found = {
+        (dim, size): rpa_gpu.lanes(head_dim=dim, itemsize=size, **sizes)[1] for dim in (128, 256) for size in (2, 4)
+    }
+    assert all(tile.warps == 8 for tile in found.values())
+    assert [found[128, 2].rows, found[128, 4].rows, found[256, 4].rows] == [128, 64, 32]
+
+
+@pytest.mark.parametrize("splits", [False, True])
 @pytest.mark.parametrize("one_lane", [False, True])
-@pytest.mark.parametrize("dtype, keys", [("bfloat16", 32), ("float32", 16)])
-def test_many_rows_have_turns_of_one_warp_that_equal_dense(dtype, keys, one_lane, monkeypatch):
-    sizes = Sizes(6, 2, 128, 16, tokens=16, rows=4, max_pages=20, dtype=dtype, sinks=True)
-    of_call = dict(heads_per_kv_head=3, head_dim=128, itemsize=jnp.dtype(dtype).itemsize, max_tokens=4096, kv_heads=2)
-    tile, _ = rpa_gpu.lanes(**of_call, num_rows=128)
-    assert (tile.keys, tile.warps) == (keys, 1)
+def test_turns_of_one_warp_equal_dense(one_lane, splits, monkeypatch):
+    sizes = Sizes(6, 2, 64, 16, tokens=16, rows=4, max_pages=20, sinks=True)
     monkeypatch.setattr(rpa_gpu, "_MANY_PROGRAMS", 1)
     monkeypatch.setattr(rpa_gpu, "ONE_LANE_TOKENS", 64 * one_lane)
+    if not splits:
+        monkeypatch.setattr(rpa_gpu, "least_split", lambda _: 1024)
+    seen, run_lane = [], rpa_gpu._run
+    monkeypatch.setattr(rpa_gpu, "_run", lambda call, tile, *rest: seen.append(tile) or run_lane(call, tile, *rest))
     batch = make_ragged(sizes, [(1, 290), (5, 200), (1, 32), (1, 33)])
     batch.arrays["sliding_window"] = jnp.int32(100)
     check(batch, run(batch, retrace=True), sliding_window=100)
+    assert (seen[-1].keys, seen[-1].warps, seen[-1].splits > 1) == (32, 1, splits)
 
 
 def test_fixed_splits_do_not_depend_on_the_number_of_rows(monkeypatch):

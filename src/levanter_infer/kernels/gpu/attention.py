@@ -114,8 +114,8 @@ def lanes(
         min_turns=max(1, least // keys),
     )
     if num_programs >= _MANY_PROGRAMS and warps == 4 and decode_rows == 16:
-        narrow = max(16, keys // 2)
-        decode = dataclasses.replace(decode, keys=narrow, warps=1, min_turns=max(1, least // narrow))
+        many = dict(keys=32, warps=1, min_turns=max(1, least // 32)) if keys == 64 else dict(warps=2)
+        decode = dataclasses.replace(decode, **many)
     prefill = Tile(rows=rows, keys=keys, warps=warps, stages=stages, decodes=False, unmasks=True)
     if dim * itemsize == 512:  # float32 with four warps: 27 KB of register spills
         prefill = dataclasses.replace(prefill, warps=8)
