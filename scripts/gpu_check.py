@@ -35,8 +35,9 @@ PEAK_GB_S = {"H200": 4800, "H100": 3350, "A100": 2039, "B200": 8000}
 
 
 MIXED = [(1, 2900), (200, 900), (1, 17), (64, 64), (1, 300)]
-MANY = [(1, 31 * (row + 1)) for row in range(60)]
-"""Enough rows for the tile of many programs, in a step that has one lane and in one that has two."""
+MANY = [(4 if row == 7 else 1, 16 * (row + 1)) for row in range(56)]
+"""Enough rows for the tile of many programs, in a step that has one lane and in one that has two, with splits and
+without."""
 
 
 def parity() -> int:
@@ -45,16 +46,11 @@ def parity() -> int:
     wrong = 0
     for head_dim, page_size in ((64, 8), (96, 32), (128, 16), (256, 256)):
         for dtype in ("float32", "bfloat16", "float16"):
-            for heads, kv_heads, rows, tokens, requests in (
-                (8, 8, 8, 400, MIXED),
-                (9, 3, 8, 400, MIXED),
-                (32, 8, 8, 400, MIXED),
-                (71, 1, 8, 400, MIXED),
-                (32, 8, 60, 60, MANY),
-                (32, 8, 60, 80, MANY),
-            ):
+            mixed = [(heads, kv_heads, 8, 400, 3000, MIXED) for heads, kv_heads in ((8, 8), (9, 3), (32, 8), (71, 1))]
+            many = [(32, 8, 56, tokens, longest, MANY) for tokens in (60, 80) for longest in (1024, 2048)]
+            for heads, kv_heads, rows, tokens, longest, requests in mixed + (many if head_dim <= 128 else []):
                 sizes = Sizes(heads, kv_heads, head_dim, page_size, rows=rows, tokens=tokens, dtype=dtype)
-                sizes = dataclasses.replace(sizes, max_pages=-(-3000 // page_size))
+                sizes = dataclasses.replace(sizes, max_pages=-(-longest // page_size))
                 batch = make_ragged(sizes, requests)
                 arrays = dict(batch.arrays, q=batch.arrays["q"].astype(dtype), sliding_window=jnp.int32(1500))
                 arrays.update(sinks=jnp.ones(heads), alibi_slopes=jnp.full(heads, 0.01))
@@ -71,9 +67,8 @@ def parity() -> int:
                 error, allowed = float(np.abs(out - right).max()), 1e-5 if dtype == "float32" else 2e-2
                 good = error <= allowed  # NaN is not
                 wrong += not good
-                case = dict(
-                    head_dim=head_dim, page_size=page_size, dtype=dtype, heads=heads, kv_heads=kv_heads, rows=rows
-                )
+                case = dict(head_dim=head_dim, page_size=page_size, dtype=dtype, heads=heads, kv_heads=kv_heads)
+                case |= dict(rows=rows, tokens=tokens, longest=longest)
                 print(json.dumps({"check": "parity", "good": good, "error": error, "allowed": allowed, **case}))
     return wrong
 

@@ -164,12 +164,19 @@ def in_form(form: str) -> contextlib.AbstractContextManager:
             return mock.patch.dict(registry.PLATFORMS, platforms)
         case ["decode", *numbers] if len(numbers) in (3, 4) and all(n.isdigit() and int(n) for n in numbers):
             keys, warps, stages, *least = map(int, numbers)
+            if least and (least[0] < keys or least[0] % keys):
+                raise ValueError(f"--forms: got {form!r}, expected a multiple of {keys} keys as the shortest split")
             lanes = attention.lanes
 
             def changed(**sizes) -> tuple[attention.Tile, attention.Tile]:
                 decode, prefill = lanes(**sizes)
-                turns = max(1, (least[0] if least else decode.min_turns * decode.keys) // keys)
-                tile = dict(keys=keys, warps=warps, stages=stages, min_turns=turns)
+                tile = dict(keys=keys, warps=warps, stages=stages)
+                tile["min_turns"] = max(1, decode.min_turns * decode.keys // keys)  # splits of the same length
+                if least:
+                    splits = -(-sizes["max_tokens"] // least[0])
+                    tile |= dict(
+                        min_turns=least[0] // keys, splits=min(attention.MAX_SPLITS, 1 << (splits - 1).bit_length())
+                    )
                 return dataclasses.replace(decode, **tile), prefill
 
             return mock.patch.object(attention, "lanes", changed)

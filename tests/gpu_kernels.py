@@ -6,6 +6,7 @@ matmuls in every tile.
 
 import dataclasses
 import functools
+import itertools
 import json
 
 from tests.gpu_compile import SMALL_TARGET, TARGET, set_up_compiler
@@ -13,6 +14,8 @@ from tests.gpu_compile import SMALL_TARGET, TARGET, set_up_compiler
 NUM_TOKENS = 128
 """More than `attention.ONE_LANE_TOKENS`, so that both lanes are compiled."""
 HEAD_SIZES = (64, 96, 128, 160, 192, 256, 512)
+FEW_ROWS, MANY_ROWS = 8, 128
+"""Of the second, heads of up to 128 have tiles of their own; with two kv heads."""
 ROWS, MATRICES = (1, 32, 64, 256, 2048), ((4096, 4096), (4096, 6144), (4096, 28672), (2880, 5760))
 """Every tile, and inputs that turns of 128 do not divide."""
 
@@ -44,14 +47,14 @@ def main() -> None:
             return " ".join(str(error).split())[:300]
         return None
 
-    def attention(head_dim: int, dtype) -> dict:
+    def attention(head_dim: int, dtype, rows: int = FEW_ROWS, tokens: int = NUM_TOKENS) -> dict:
         return dict(
-            q=((NUM_TOKENS, 8, head_dim), dtype),
+            q=((tokens, 8, head_dim), dtype),
             kv_pages=((2, 1024, 16, 4, head_dim), dtype),
             layer=((), i32),
-            page_indices=((8, 256), i32),
-            seq_lens=((8,), i32),
-            cu_q_lens=((9,), i32),
+            page_indices=((rows, 256), i32),
+            seq_lens=((rows,), i32),
+            cu_q_lens=((rows + 1,), i32),
             num_seqs=((), i32),
             sinks=((8,), jnp.float32),
         )
@@ -73,6 +76,11 @@ def main() -> None:
                 function = functools.partial(attend, **options)
                 if error := failure(target, function, **attention(head_dim, dtype)):
                     failures[f"{name} {head_dim} {jnp.dtype(dtype)}{' apart' * is_apart}"] = error
+        for head_dim, dtype, tokens in itertools.product((64, 128), (jnp.bfloat16, jnp.float32), (64, NUM_TOKENS)):
+            count += 1
+            function = functools.partial(attend, scale=0.1, impl="gpu")
+            if error := failure(target, function, **attention(head_dim, dtype, MANY_ROWS, tokens)):
+                failures[f"{name} {head_dim} {jnp.dtype(dtype)} {MANY_ROWS} rows {tokens} tokens"] = error
         for rows in ROWS:
             for ins, outs in MATRICES:
                 count += 1
