@@ -170,13 +170,11 @@ def in_form(form: str) -> contextlib.AbstractContextManager:
 
             def changed(**sizes) -> tuple[attention.Tile, attention.Tile]:
                 decode, prefill = lanes(**sizes)
-                tile = dict(keys=keys, warps=warps, stages=stages)
-                tile["min_turns"] = max(1, decode.min_turns * decode.keys // keys)  # splits of the same length
+                shortest = least[0] if least else decode.min_turns * decode.keys  # splits of the same length
+                tile = dict(keys=keys, warps=warps, stages=stages, min_turns=max(1, shortest // keys))
                 if least:
-                    splits = -(-sizes["max_tokens"] // least[0])
-                    tile |= dict(
-                        min_turns=least[0] // keys, splits=min(attention.MAX_SPLITS, 1 << (splits - 1).bit_length())
-                    )
+                    splits = -(-sizes["max_tokens"] // shortest)
+                    tile["splits"] = min(attention.MAX_SPLITS, 1 << (splits - 1).bit_length())
                 return dataclasses.replace(decode, **tile), prefill
 
             return mock.patch.object(attention, "lanes", changed)

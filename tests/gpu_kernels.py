@@ -15,7 +15,7 @@ NUM_TOKENS = 128
 """More than `attention.ONE_LANE_TOKENS`, so that both lanes are compiled."""
 HEAD_SIZES = (64, 96, 128, 160, 192, 256, 512)
 FEW_ROWS, MANY_ROWS = 8, 128
-"""Of the second, heads of up to 128 have tiles of their own; with two kv heads."""
+"""With two kv heads, `MANY_ROWS` makes enough programs for the tiles that heads of up to 128 have then."""
 ROWS, MATRICES = (1, 32, 64, 256, 2048), ((4096, 4096), (4096, 6144), (4096, 28672), (2880, 5760))
 """Every tile, and inputs that turns of 128 do not divide."""
 

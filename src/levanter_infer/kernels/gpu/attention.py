@@ -78,8 +78,9 @@ ONE_LANE_TOKENS = 64
 """Most tokens of a step that the tiles of decode tokens compute, chunks included, in one lane: the launch of another
 would take longer than they save."""
 _MANY_PROGRAMS = 256
-"""Programs of the decode lane from which on each has one warp and short turns: many then run on one multiprocessor, and
-where each thread of a warp loads the page of one key, Triton loads the keys of two turns at once."""
+"""Programs of the decode lane from which on each has one warp and short turns, or two warps where turns are short
+anyway: many then run on one multiprocessor, and where each thread of a warp loads the page of one key, Triton loads the
+keys of two turns at once."""
 _TURN_BYTES = 32 * 1024
 """Bytes of keys and values per turn. Times the stages this is the shared memory of a program: at most 99 KB on the
 smallest of these GPUs, and little enough that several programs run on one multiprocessor."""
@@ -114,13 +115,12 @@ def lanes(
         min_turns=max(1, least // keys),
     )
     if num_programs >= _MANY_PROGRAMS and warps == 4 and decode_rows == 16:
-        many = dict(keys=32, warps=1, min_turns=max(1, least // 32)) if keys == 64 else dict(warps=2)
+        many = dict(keys=32, warps=1, min_turns=least // 32) if keys == 64 else dict(warps=2)
         decode = dataclasses.replace(decode, **many)
-    prefill = Tile(rows=rows, keys=keys, warps=warps, stages=stages, decodes=False, unmasks=True)
-    if dim * itemsize == 512:  # float32 with four warps: 27 KB of register spills
-        prefill = dataclasses.replace(prefill, warps=8)
+    # With four warps chunks of float32 took more registers than there are.
+    prefill = Tile(rows=rows, keys=keys, warps=8, stages=stages, decodes=False, unmasks=True)
     if dim * itemsize <= 256:
-        prefill = dataclasses.replace(prefill, rows=128, keys=max(16, keys // 2), warps=8, stages=2)
+        prefill = dataclasses.replace(prefill, rows=128, keys=max(16, keys // 2), stages=2)
     return decode, prefill
 
 
