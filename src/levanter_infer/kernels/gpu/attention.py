@@ -104,14 +104,14 @@ def lanes(
     decode_rows = min(rows, _side(heads_per_kv_head))
     num_programs = num_rows * kv_heads * -(-heads_per_kv_head // decode_rows)  # without splits
     least = least_split(num_programs)
-    most = max(MOST_ROWS_SPLITS, min(MAX_SPLITS, _SPLIT_PROGRAMS // _power_of_two(num_programs)))
+    most = max(MOST_ROWS_SPLITS, min(MAX_SPLITS, _SPLIT_PROGRAMS // pl.next_power_of_2(num_programs)))
     decode = Tile(
         rows=decode_rows,
         keys=keys,
         warps=warps,
         stages=stages,
         decodes=True,
-        splits=min(most, _power_of_two(-(-max_tokens // least))),
+        splits=min(most, pl.next_power_of_2(-(-max_tokens // least))),
         min_turns=max(1, least // keys),
     )
     if num_programs >= _MANY_PROGRAMS and warps == 4 and decode_rows == 16:
@@ -127,7 +127,7 @@ def lanes(
 def least_split(num_programs: int) -> int:
     """Fewest keys of a split. Splits of few programs are short, so that all multiprocessors read; others serve only
     histories that are longer than most, because the start of a split takes as long as some turns."""
-    return 64 if num_programs <= 64 else min(1024, 2 * _power_of_two(num_programs))
+    return 64 if num_programs <= 64 else min(1024, 2 * pl.next_power_of_2(num_programs))
 
 
 def supports_dtype(dtype) -> bool:
@@ -159,8 +159,8 @@ def gpu_attention(call: AttentionCall, *, invariant: bool = False, interpret: bo
         kv_heads=call.kv_heads,
     )
     if invariant:
-        width = max(MIN_FIXED_SPLIT_TOKENS, _power_of_two(-(-max_tokens // FIXED_SPLITS)))
-        splits = dict(splits=_power_of_two(-(-max_tokens // width)), split_tokens=width)
+        width = max(MIN_FIXED_SPLIT_TOKENS, pl.next_power_of_2(-(-max_tokens // FIXED_SPLITS)))
+        splits = dict(splits=pl.next_power_of_2(-(-max_tokens // width)), split_tokens=width)
         tile = dataclasses.replace(decode, decodes=False, least_queries=1, **splits)
         return _run(call, tile, None, interpret)
     if 1 < call.num_tokens <= ONE_LANE_TOKENS:
@@ -458,7 +458,7 @@ def _row_of(call: AttentionCall, refs: dict, place: Array, begins) -> Array:
 
     Args: begins: `begins(first, rows)` gives the places where rows i32[n] begin, from their first tokens.
     """
-    rows = jnp.arange(_power_of_two(call.num_rows), dtype=jnp.int32)
+    rows = jnp.arange(pl.next_power_of_2(call.num_rows), dtype=jnp.int32)
     in_use = rows < refs["num_seqs"][0]
     first = plt.load(refs["cu_q_lens"].at[rows], mask=in_use, other=jnp.int32(0))
     return jnp.maximum(jnp.sum((in_use & (begins(first, rows) <= place)).astype(jnp.int32)) - 1, 0)
@@ -516,11 +516,6 @@ def _operand_dtype(call: AttentionCall) -> jnp.dtype:
     return call.kv_dtype if call.q.dtype == call.kv_dtype else jnp.dtype(jnp.float32)
 
 
-def _power_of_two(size: int) -> int:
-    """The smallest power of two >= size."""
-    return 1 << (size - 1).bit_length()
-
-
 def _side(size: int) -> int:
     """`size` padded to what Triton takes as a side of a matmul's operand: a power of two, at least 16."""
-    return max(16, _power_of_two(size))
+    return max(16, pl.next_power_of_2(size))

@@ -80,7 +80,7 @@ def _write(_, inputs: _Inputs, pool_ref, q_ref, *, eps: tuple[float, ...], query
     """One token. The first argument is the pool, which `pool_ref` aliases."""
     token = pl.program_id(0)
     half, f32 = inputs.cos.shape[1], jnp.float32
-    dim = jnp.arange(_power_of_two(half), dtype=jnp.int32)
+    dim = jnp.arange(pl.next_power_of_2(half), dtype=jnp.int32)
     exists = dim < half
     cos, sin = (plt.load(ref.at[token, dim], mask=exists, other=f32(0)) for ref in (inputs.cos, inputs.sin))
     num_pages, page_size = pool_ref.shape[1:3]
@@ -91,7 +91,7 @@ def _write(_, inputs: _Inputs, pool_ref, q_ref, *, eps: tuple[float, ...], query
 
     def heads(ref) -> tuple[Array, Array]:
         """Numbers of the heads of [T, heads, D], those that do not exist out of bounds, and whether they exist."""
-        head = jnp.arange(_power_of_two(ref.shape[1]), dtype=jnp.int32)
+        head = jnp.arange(pl.next_power_of_2(ref.shape[1]), dtype=jnp.int32)
         return head, (head < ref.shape[1])[:, None] & exists[None, :]
 
     def halves(ref) -> list[Array]:
@@ -126,7 +126,3 @@ def _write(_, inputs: _Inputs, pool_ref, q_ref, *, eps: tuple[float, ...], query
         for part, first in zip(parts, (0, half), strict=True):
             slot = 2 * head + after
             store(pool_ref, (layer, page, offset, slot[:, None], (dim + first)[None, :]), part, mask & stored)
-
-
-def _power_of_two(size: int) -> int:
-    return 1 << (size - 1).bit_length()

@@ -79,7 +79,7 @@ def tile_of(num_rows: int, num_ins: int, num_outs: int, shared_memory: int) -> T
         shared_memory: bytes of it that a program can have.
     """
     if num_rows <= 64:
-        tile = next(tile for least, tile in _FEW_ROWS[max(16, _power_of_two(num_rows))] if num_outs >= least)
+        tile = next(tile for least, tile in _FEW_ROWS[max(16, pl.next_power_of_2(num_rows))] if num_outs >= least)
     else:
         fitting = (tile for tile in _MANY_ROWS if 3 * _stage_bytes(tile) <= shared_memory)
         tile = next(
@@ -99,7 +99,7 @@ def _fitted(tile: Tile, num_ins: int, shared_memory: int) -> Tile:
     divisor = math.gcd(num_ins, tile.ins)
     ins = divisor if divisor >= 64 else 64
     if num_ins < ins:
-        ins = max(16, _power_of_two(num_ins))
+        ins = max(16, pl.next_power_of_2(num_ins))
     while ins > 128 and 3 * _stage_bytes(dataclasses.replace(tile, ins=ins)) > shared_memory:
         ins //= 2
     stages = min(tile.stages * max(1, tile.ins // ins), 8)
@@ -195,7 +195,7 @@ def norm_rows(x: Array, weights: Array, eps: float, layer: Array, *, interpret: 
 def _norm(x_ref, weight_ref, layer_ref, out_ref, *, eps: float) -> None:
     """The norm of one row."""
     row, size = pl.program_id(0), x_ref.shape[1]
-    place = jnp.arange(_power_of_two(size), dtype=jnp.int32)
+    place = jnp.arange(pl.next_power_of_2(size), dtype=jnp.int32)
     exists = place < size
 
     def load(ref, row) -> Array:
@@ -276,7 +276,3 @@ def _matmul(inputs: _Inputs, groups, *out_refs, tile: Tile, first_parts: tuple[i
 
 def _zero(ref) -> Array:
     return jnp.zeros((), ref.dtype)
-
-
-def _power_of_two(size: int) -> int:
-    return 1 << (size - 1).bit_length()

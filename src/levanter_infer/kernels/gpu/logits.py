@@ -61,7 +61,7 @@ def _part_stats(logits_ref, peak_ref, total_ref, best_ref) -> None:
 def _combine(stats: _Stats, peak_ref, total_ref, best_ref, *, vocab: int) -> None:
     row, f32 = pl.program_id(0), jnp.float32
     num_parts = stats.peak.shape[1]
-    part = jnp.arange(1 << (num_parts - 1).bit_length(), dtype=jnp.int32)
+    part = jnp.arange(pl.next_power_of_2(num_parts), dtype=jnp.int32)
 
     def load(ref, other) -> Array:
         return plt.load(ref.at[row, part], mask=part < num_parts, other=jnp.asarray(other, ref.dtype))
