@@ -76,6 +76,7 @@ def judged(outputs: list[RequestOutput], model=None):
     return diagnose(beside_uncached(model, outputs, MAX_SEQ_LEN), TOLERANCE, PAGE)
 
 
+@pytest.mark.slow
 def test_the_engine_agrees_with_the_uncached_forward_and_noise_in_the_weights_is_drift(engine):
     outputs = engine.generate(requests())
     assert judged(outputs).verdict == "agree"

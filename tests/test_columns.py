@@ -12,6 +12,7 @@ from levanter_infer.columns import OPTIONAL, TYPES, Columns, encode_row, stop_re
 from levanter_infer.config import OutputConfig, load_config
 from levanter_infer.engine.params import SamplingParams
 from levanter_infer.engine.request import NOT_FINITE, Completion, RequestOutput
+from tests.tiers import nightly_but
 
 
 def completion(**changes):
@@ -156,7 +157,7 @@ READERS = {
 }
 
 
-@pytest.mark.parametrize("reader", READERS)
+@pytest.mark.parametrize("reader", nightly_but(["pandas"], READERS))
 def test_other_readers_put_the_files_together(tmp_path, reader):
     module = reader.split()[0]
     pytest.importorskip(module)

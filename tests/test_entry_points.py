@@ -216,6 +216,7 @@ def lines(capsys) -> list[dict]:
     return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
 
 
+@pytest.mark.slow
 def test_bench_control_prints_one_line_per_case(capsys):
     assert bench(["control", "--slots", "8,16", "--pages", "64", "--steps", "3", "--repeats", "2"]) == 0
     cases = lines(capsys)
@@ -225,6 +226,7 @@ def test_bench_control_prints_one_line_per_case(capsys):
         assert {"commit", "machine", "versions", "step_ms_spread"} <= set(case)
 
 
+@pytest.mark.slow
 def test_bench_throughput_prints_one_line_per_mode_and_batch(capsys):
     shape = {"hidden": 32, "layers": 2, "heads": 4, "kv-heads": 2, "mlp": 64, "vocab": 61}
     options = {"batch": 2, "prompt": 5, "output": 3, "repeats": 1, "dtype": "float32", **shape}

@@ -25,6 +25,7 @@ def optax_promotes_as_it_likes():
     jax.config.update("jax_numpy_dtype_promotion", before)
 
 
+@pytest.mark.slow
 def test_a_policy_that_samples_and_learns_in_one_step_is_paid_more_after_a_few_of_them():
     state, step = init(SMALL, seed=0), make_step(SMALL)
     rewards = []

@@ -32,6 +32,7 @@ def run(tmp_path, monkeypatch):
     return run
 
 
+@pytest.mark.slow
 def test_the_page_about_reinforcement_learning(run):
     first, *others = blocks("rl.md")
     assert re.search(r"^    \.\.\.$", first, re.MULTILINE) and not any(re.search(r"\.\.\.", each) for each in others)

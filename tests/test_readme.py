@@ -37,6 +37,7 @@ def test_the_first_example_prints_what_stands_under_it():
     assert run_example(engine) == printed
 
 
+@pytest.mark.slow
 def test_the_pure_example_runs_inside_jit():
     _, pure = blocks("python")
     assert run_example(pure).strip() == "(2, 4, 8) (2, 4, 8)"

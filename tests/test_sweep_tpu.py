@@ -25,6 +25,7 @@ def digest(**sizes) -> str:
     return kernel_digest("v5e", jax.jit(function).trace(*types).jaxpr.jaxpr)
 
 
+@pytest.mark.slow
 def test_kernels_do_not_depend_on_tables_sequences_and_pools():
     small = digest(context=2048, seqs=2)
     assert small == digest(context=131072, seqs=20, pool_pages=7)

@@ -24,6 +24,7 @@ def answers(engine, prompts: list[str]) -> list[str | None]:
     return [output.completions[0].text for output in outputs]
 
 
+@pytest.mark.slow
 def test_greedy_answers_on_sums_that_were_never_trained_are_right(engine):
     pairs = [(a, b) for a in range(100) for b in range(100) if (a + 3 * b) % 11 == 0]
     texts = answers(engine, [f"{a}+{b}=" for a, b in pairs])

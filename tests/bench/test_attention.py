@@ -31,6 +31,7 @@ def test_what_is_timed_after_the_gather_computes_the_same_attention(queries):
     assert float(jnp.std(dense)) > 0.01
 
 
+@pytest.mark.slow
 def test_a_line_per_case_with_the_names_of_the_metrics(capsys):
     sizes = ["--heads", "4", "--kv-heads", "2", "--head-dim", "8", "--dtype", "float32"]
     cases = ["--phases", "decode,prefill", "--batch", "2", "--context", "8", "--chunk", "8", "--impl", "reference,xla"]

@@ -11,6 +11,7 @@ from levanter_infer.cache.arrays import replace
 from levanter_infer.cache.prefix_table import PrefixTable
 from levanter_infer.cache.slot_state import _PAIRS, SlotState
 from levanter_infer.cache.state_snapshots import PASSED, PROMPT, SHARED, StateSnapshots
+from tests.tiers import nightly_but
 
 PAGES, SIZE = 12, 6
 WIDTH = 3
@@ -79,7 +80,7 @@ def check(table: StateSnapshots, model: Model) -> None:
     assert np.asarray(table.kind).tolist() == [model.kinds[s] for s in range(SIZE)]
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", nightly_but([0], range(3)))
 def test_random_operations_are_those_of_lists(seed):
     rng = np.random.default_rng(seed)
     table, model = StateSnapshots.init(SIZE, PAGES), Model()

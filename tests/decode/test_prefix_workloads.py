@@ -10,11 +10,12 @@ from levanter_infer.decode import prefix
 from levanter_infer.kernels import loops
 from tests.decode.driver import SHAPES, Driver
 from tests.decode.workloads import run_workload
+from tests.tiers import nightly_but
 
 
 @pytest.mark.parametrize(
     "inserted, window, seekers, branches",
-    [pytest.param(24, 32, 4, False, marks=pytest.mark.slow), (2, 1, 1, False), (24, 1, 2, True)],
+    nightly_but([(24, 1, 2, True)], [(24, 32, 4, False), (2, 1, 1, False), (24, 1, 2, True)]),
 )
 def test_workloads_with_shared_beginnings_have_the_hits_and_misses_of_the_model(
     monkeypatch, inserted, window, seekers, branches

@@ -27,6 +27,7 @@ from levanter_infer.kernels.xla.backend import XlaBackend
 from levanter_infer.layers.shard_axis import ShardAxis, Vocabulary
 from levanter_infer.structured.automaton import forced_tokens, packed
 from tests.decode.sampling_oracle import EOS, chi_square_p, distribution, limits_for, table_of
+from tests.tiers import nightly_but
 
 pytestmark = pytest.mark.usefixtures("optimized")  # bits and distributions of what users run
 
@@ -412,7 +413,7 @@ def test_the_likeliest_tokens_have_the_bits_of_their_own_log_probability(count, 
     np.testing.assert_array_equal(logprobs, np.stack(own, axis=1))
 
 
-@pytest.mark.parametrize("backend", [None, "cpu"])
+@pytest.mark.parametrize("backend", nightly_but(["cpu"], [None, "cpu"]))
 def test_a_forced_row_gets_what_masking_and_drawing_would_give_it(backend):
     backend = None if backend is None else make_backend(backend)
     logits, slots = LOGITS.copy(), jnp.arange(SLOTS, dtype=jnp.int32)
@@ -446,7 +447,7 @@ def test_a_forced_row_gets_what_masking_and_drawing_would_give_it(backend):
         np.testing.assert_array_equal(np.asarray(ours.processed_logprobs)[alone], 0)
 
 
-@pytest.mark.parametrize("name", ["cpu", "tpu_interpret", "gpu_interpret"])
+@pytest.mark.parametrize("name", nightly_but(["cpu"], ["cpu", "tpu_interpret", "gpu_interpret"]))
 def test_a_part_of_the_vocabulary_that_is_nan_makes_its_rows_not_finite(name):
     """While one in which no token is possible counts for nothing."""
     backend = make_backend(name)

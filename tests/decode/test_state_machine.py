@@ -10,6 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from levanter_infer.cache import by_pairs
 from levanter_infer.kernels import loops
 from tests.decode.driver import SHAPES, VOCAB, WINDOWED, Driver, programs, random_operation
+from tests.tiers import nightly_but
 
 EXAMPLES = 400
 
@@ -93,7 +94,7 @@ def test_device_tables_equal_the_model_under_random_operations(tables, examples)
     )
 
 
-@pytest.mark.parametrize("shapes", [SHAPES, WINDOWED], ids=["", "windows"])
+@pytest.mark.parametrize("shapes", nightly_but([SHAPES], [SHAPES, WINDOWED]), ids=["", "windows"])
 def test_random_operations_reach_preemption_forks_and_copies(shapes):
     """The comparison above means little if the interesting cases are not reached."""
     driver, rng = Driver(shapes), np.random.default_rng(0)
@@ -130,7 +131,7 @@ def as_a_gpu():
 
 
 @pytest.mark.parametrize(
-    "platform, shapes", [("tpu", SHAPES), ("gpu", SHAPES), pytest.param("gpu", WINDOWED, marks=pytest.mark.slow)]
+    "platform, shapes", nightly_but([("tpu", SHAPES)], [("tpu", SHAPES), ("gpu", SHAPES), ("gpu", WINDOWED)])
 )
 def test_the_tables_of_other_platforms_equal_the_model_too(request, platform, shapes):
     request.getfixturevalue(f"as_a_{platform}")

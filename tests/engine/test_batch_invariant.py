@@ -62,14 +62,11 @@ MIXTURES = {
 }
 
 
+@pytest.mark.slow
 @built
 @pytest.mark.parametrize(
     ("model_type", "dtype"),
-    [
-        ("qwen2_moe", "bfloat16"),
-        pytest.param("qwen3_moe", "float32", marks=pytest.mark.slow),
-        pytest.param("mixtral", "bfloat16", marks=pytest.mark.slow),
-    ],
+    [("qwen2_moe", "bfloat16"), ("qwen3_moe", "float32"), ("mixtral", "bfloat16")],
 )
 def test_bits_of_experts_are_those_of_the_request_alone(model_type, dtype):
     """The router's choice and weights, the experts' grouped matmuls, and the shared expert with its gate."""

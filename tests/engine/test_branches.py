@@ -4,6 +4,7 @@ import dataclasses
 
 import jax
 import numpy as np
+import pytest
 
 from levanter_infer import EngineConfig, InferenceEngine, Request, SamplingParams
 from levanter_infer.kernels import registry
@@ -35,6 +36,7 @@ def answers(monkeypatch, branches: bool):
     return [[(each.token_ids, each.finish_reason) for each in output.completions] for output in outputs], stats
 
 
+@pytest.mark.slow
 def test_branches_give_the_tokens_of_loops(monkeypatch):
     tokens, stats = answers(monkeypatch, branches=True)
     expected, same = answers(monkeypatch, branches=False)

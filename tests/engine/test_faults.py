@@ -289,6 +289,7 @@ def test_a_bad_request_is_refused_alone_and_says_why(request_, message):
     )
 
 
+@pytest.mark.slow
 def test_samples_of_a_prompt_that_takes_several_uploads_wait_for_all_of_it():
     """Their slots may still show the end of an earlier sequence while the prompt is on its way."""
     subject = _with_small_uploads()

@@ -28,6 +28,7 @@ def runs(tmp_path, devices: int, *cases: str, meanwhile=lambda: None) -> list[di
         return [*(json.loads(path.read_text().splitlines()[-1]) for path in processes.outputs), here]
 
 
+@pytest.mark.slow
 def test_two_processes_of_two_devices_give_the_tokens_of_one_device_and_decide_alike(tmp_path):
     cases = ["disturbed", "loaded_data2_model2"]
     first, second, one = runs(tmp_path, 2, *cases, meanwhile=lambda: mesh_runs.case("some_one"))

@@ -244,8 +244,9 @@ def sampled(isa: str, dtype: str):
     return engine, output.completions[0]
 
 
+@pytest.mark.slow
 @built
-@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_an_engine_computes_with_the_chosen_one_everywhere(dtype, monkeypatch):
     names = usable_isas()
     monkeypatch.setattr(cpu, "isa", lambda: pytest.fail("the choice did not reach a kernel"))

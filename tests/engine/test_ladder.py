@@ -66,7 +66,7 @@ def test_paged_attention_gives_the_tokens_of_the_uncached_forward(backend):
     assert engine.stats()["steps"] == STEPS  # the prompt was computed as a whole
 
 
-@pytest.mark.parametrize("chunk, backend", [(1, {}), slow(3, XLA), (16, XLA), slow(16, {}), slow(1000, {})])
+@pytest.mark.parametrize("chunk, backend", [slow(1, {}), slow(3, XLA), (16, XLA), slow(16, {}), slow(1000, {})])
 def test_prompt_chunks_of_any_size_give_the_same_tokens(chunk, backend):
     tokens, engine = run([0, 4], max_seqs=1, max_step_tokens=chunk, page_size=4, **backend)
     assert tokens == [[expected()[0]], [expected()[4]]]
@@ -91,6 +91,7 @@ def test_forks_give_the_same_tokens_and_copy_pages_only_where_they_diverge():
     assert 0 < copies <= 4
 
 
+@pytest.mark.slow
 def test_more_forks_than_are_copied_at_once_give_the_same_tokens():
     tokens, engine = run([0], n=66, max_seqs=66, page_size=8)
     assert tokens == [[expected()[0]] * 66] and engine.stats()["forks"] == 65

@@ -39,6 +39,7 @@ def check_idle(engine: InferenceEngine) -> None:
     assert engine.stats()["pages_free"] == engine.shapes.num_pages
 
 
+@pytest.mark.slow
 def test_requests_of_a_smaller_number_go_first(engine):
     engine.warmup()
     groups = [engine.submit(request(i, priority=-(i // 3))) for i in range(9)]

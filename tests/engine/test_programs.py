@@ -45,6 +45,7 @@ def random_request(rng: np.random.Generator) -> Request:
     return Request(prompt_token_ids=rng.integers(0, 61, length).tolist(), sampling=sampling)
 
 
+@pytest.mark.slow
 def test_a_second_compilation_of_the_round_is_an_error_or_a_warning_that_names_what_changed(caplog):
     def wider(engine):
         """An admission with a place for twice as many prompt tokens."""

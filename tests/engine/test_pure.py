@@ -52,7 +52,8 @@ def test_inside_jit_it_gives_the_tokens_of_the_uncached_forward_and_shares_pages
     assert hits == [1]
 
 
-@pytest.mark.parametrize("wrap", [pytest.param(lambda function: function, marks=pytest.mark.slow), jax.jit])
+@pytest.mark.slow
+@pytest.mark.parametrize("wrap", [lambda function: function, jax.jit])
 def test_its_loop_is_of_32_bits_where_the_caller_has_enabled_64(wrap):
     prompts, lens = batch()
     sampling = SamplingParams(max_tokens=7, temperature=0.0)
@@ -79,6 +80,7 @@ def compiled():
     return jax.jit(sampled)
 
 
+@pytest.mark.slow
 def test_it_samples_what_the_engine_samples_with_the_same_seeds_in_a_pool_for_one():
     prompts, lens = batch()
     seeds = np.asarray([[0, 5], [1, 6], [0, 2**32 - 1]], np.uint32)
@@ -98,6 +100,7 @@ def test_it_samples_what_the_engine_samples_with_the_same_seeds_in_a_pool_for_on
             np.testing.assert_allclose(output.logprobs[row, index], completion.logprobs, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_it_works_inside_scan_with_traced_prompts_and_seeds():
     prompts, lens = batch()
 

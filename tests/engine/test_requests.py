@@ -419,6 +419,7 @@ def test_an_end_of_sequence_token_is_no_stop_that_was_asked_for(engine, tokenize
     assert (asked.finish_reason, asked.stop_reason) == ("stop", eos)
 
 
+@pytest.mark.slow
 def test_a_chat_ends_at_each_id_of_generation_config_and_at_no_other(engine, tmp_path):
     """As gpt-oss, Gemma, Llama 3 and GLM need it: the end of a turn is not the eos of tokenizer_config.json."""
     files = {"chat_template": tokenizer_files.CHATML, "generation_config": {"eos_token_id": [2, 40, 41]}}

@@ -106,6 +106,7 @@ def test_one_token_prompts_and_ends_at_once():
         check(output)
 
 
+@pytest.mark.slow
 def test_nothing_is_recorded_before_a_request_asks():
     fresh = InferenceEngine(model(), config=EngineConfig(**SIZES))
     (plain,) = fresh.generate([[1, 2, 3]], SamplingParams(max_tokens=4, temperature=0))

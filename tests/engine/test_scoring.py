@@ -11,6 +11,7 @@ from levanter_infer.engine.params import SamplingParams
 from levanter_infer.engine.pure import generate
 from levanter_infer.engine.request import Request
 from levanter_infer.kernels.cpu import bindings as cpu
+from tests.tiers import nightly_but
 from tests.tiny_models import SIZES, tiny_model, uncached_logprobs
 
 LENGTH, PAGE = SIZES["max_seq_len"], SIZES["page_size"]
@@ -92,7 +93,7 @@ def test_the_first_request_that_is_scored_extends_the_engine_and_disturbs_nobody
     assert other.stats()["programs"] == programs
 
 
-@pytest.mark.parametrize("name", ["engine", "other"])
+@pytest.mark.parametrize("name", nightly_but(["engine"], ["engine", "other"]))
 def test_scores_are_those_of_the_uncached_forward(name, request):
     engine = request.getfixturevalue(name)
     for _ in range(2):  # the second time with what is cached

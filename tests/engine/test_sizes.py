@@ -134,6 +134,7 @@ def test_a_round_ends_at_the_step_limit_and_the_next_goes_on():
     engine.drain()
 
 
+@pytest.mark.slow
 def test_mixed_lengths_waste_less_than_a_page_each():
     lengths, generated, size = (3, 50, 17, 30, 9), 6, 4
     config = EngineConfig(max_seqs=5, max_seq_len=64, page_size=size, max_step_tokens=128)

@@ -22,9 +22,9 @@ from levanter_infer.models.decoder import DecoderModel
 from levanter_infer.models.registry import family_for
 from tests.golden_cases import load_case
 from tests.hlo import pool_copies
+from tests.tiers import nightly_but
 from tests.tiny_models import uncached_greedy, uncached_logprobs
 
-FAMILIES = (pytest.param("lfm2", marks=pytest.mark.slow), "qwen3_5")
 LENGTH = 96
 TOLERANCE = 1e-3
 
@@ -53,7 +53,7 @@ def shared_engine(name: str) -> InferenceEngine:
     return make_engine(name, scoring=True)
 
 
-@pytest.fixture(params=FAMILIES)
+@pytest.fixture(params=nightly_but([], ["lfm2", "qwen3_5"]))
 def name(request) -> str:
     return request.param
 

@@ -177,6 +177,7 @@ def test_logits_that_are_not_finite_are_the_models_fault_whatever_a_request_asks
         assert (failure(output) or (0, {}))[0] == 500
 
 
+@pytest.mark.slow
 def test_a_broken_logits_mod_is_told_from_one_that_excludes_all_tokens(model):
     """Requests of one batch, which the mod tells by the length of their prompts."""
 

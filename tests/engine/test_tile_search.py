@@ -15,6 +15,7 @@ from tests.tiny_models import tiny_model
 SHAPE = TileShape("v5e", kv_heads=3, head_dim=128, q_per_kv=5, page_size=32)
 
 
+@pytest.mark.slow
 @pytest.mark.tpu_compile
 def test_a_shape_that_no_table_knows_gets_tiles_that_compile():
     pytest.importorskip("libtpu", reason="the TPU compiler comes with the extra `test`")

@@ -37,6 +37,7 @@ def test_requests_after_the_warmup_compile_nothing():
     assert engine.stats()["time_to_first_token_s"] < seconds
 
 
+@pytest.mark.slow
 def test_a_stored_model_is_read_while_the_round_is_compiled(tmp_path, monkeypatch):
     save_model(tiny_model(), tmp_path)
     stored, happened = open_model(resolve_source(tmp_path)), []
@@ -81,6 +82,7 @@ def test_what_is_refused_compiles_nothing_and_compiling_takes_nobodys_time(monke
     assert len(compiled) == 1 and output.completions[0].finish_reason == "length"
 
 
+@pytest.mark.slow
 def test_an_engine_is_made_and_called_where_its_caller_has_enabled_64_bits():
     config = EngineConfig(**SIZES, max_pages=20)
     expected = uncached_greedy(tiny_model(), [3, 1, 4], 20)

@@ -84,6 +84,7 @@ def hits_of(engine, *requests: Request) -> int:
     return engine.stats()["prefix_hits"] - before
 
 
+@pytest.mark.slow
 def test_a_hundred_rounds_each_with_weights_of_its_own(engine):
     def model(version: int):
         return tiny_model(version % 3)

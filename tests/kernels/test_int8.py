@@ -7,6 +7,7 @@ import pytest
 from levanter_infer.kernels import int8
 from levanter_infer.kernels.tpu.pool import TpuPool
 from tests.kernels.ragged import Sizes, attend, dense_attention, make_ragged
+from tests.tiers import nightly_but
 
 
 def test_a_number_is_off_by_half_a_scale_at_most():
@@ -26,7 +27,7 @@ def test_numbers_that_are_not_finite_are_stored_as_0_and_large_ones_stay_finite(
     assert np.isfinite(numbers).all() and numbers[0].tolist() == pytest.approx([0, 1, 0], abs=0.01)
 
 
-@pytest.mark.parametrize("impl", ["reference", "xla"])
+@pytest.mark.parametrize("impl", nightly_but(["xla"], ["reference", "xla"]))
 def test_attention_over_integers_equals_dense(impl):
     batch = make_ragged(Sizes(4, 2, 64, 16, tokens=40, rows=5, dtype="int8"), [(1, 100), (7, 40), (20, 90)])
     out = attend(**batch.arrays, scale=0.3, impl=impl)

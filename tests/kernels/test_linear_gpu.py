@@ -11,6 +11,7 @@ import pytest
 
 from levanter_infer.kernels.call import LinearCall
 from levanter_infer.kernels.gpu.linear import gated, norm_rows, normed, shared_memory, stacked_matmul, tile_of
+from tests.tiers import nightly_but
 
 LAYERS, LAYER = 3, 1
 
@@ -33,7 +34,7 @@ def problem(rows, ins, outs, dtype="bfloat16"):
     return x, weights
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", nightly_but(["bfloat16"], ["bfloat16", "float16"]))
 @pytest.mark.parametrize("rows, ins, outs", [(1, 128, (32, 40, 7)), (5, 72, (33,)), (70, 136, (130, 20))])
 def test_matmul_equal_numpy(rows, ins, outs, dtype):
     x, weights = problem(rows, ins, outs, dtype)
@@ -59,7 +60,7 @@ def narrow(values, dtype):
     return np.asarray(jnp.asarray(values, jnp.float32).astype(dtype), np.float64)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", nightly_but(["bfloat16"], ["bfloat16", "float16"]))
 @pytest.mark.parametrize("rows", [3, 16, 40])
 def test_norm_and_residual_equal_numpy(rows, dtype):
     x, (weight,) = problem(rows, 72, (33,), dtype)
@@ -81,7 +82,7 @@ def test_norm_and_residual_equal_numpy(rows, dtype):
     np.testing.assert_allclose(np.asarray(y, np.float64), exact, **tolerance)
 
 
-@pytest.mark.parametrize("rows", [3, 40, 70])
+@pytest.mark.parametrize("rows", nightly_but([40], [3, 40, 70]))
 def test_a_gated_pair_has_the_bits_of_two_matmuls_and_a_gate(rows):
     x, weights = problem(rows, 72, (33, 33))
     norm = jnp.asarray(np.random.default_rng(3).standard_normal((LAYERS, 72)), x.dtype)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from levanter_infer.kernels import loops
+from tests.tiers import nightly_but
 
 pytestmark = pytest.mark.parametrize("branches", [False, True], ids=["loops", "branches"])
 
@@ -41,7 +42,7 @@ def test_entries_are_changed_once_each_and_no_others(branches, total):
     assert (num_loops == 0) == (branches or total <= 64)
 
 
-@pytest.mark.parametrize("count", [0, 1, 40, pytest.param(100, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", nightly_but([0, 1], [0, 1, 40, 100]))
 def test_rows_that_are_in_use_are_compared_with_all(branches, count):
     values = jnp.asarray(np.random.default_rng(1).integers(0, 20, 100), jnp.int32)
 

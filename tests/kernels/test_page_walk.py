@@ -17,16 +17,20 @@ from levanter_infer.kernels.tpu.sizes import Tile
 from levanter_infer.kernels.tpu.tiling import Tiles
 from tests.jaxprs import LOOPS, body, equations
 from tests.kernels.ragged import RUNS_HERE, Sizes, attend, for_tpu, make_ragged
+from tests.tiers import nightly_but
 
 SIZES = Sizes(4, 2, 64, 16, tokens=8, rows=3, max_pages=40)
 LENS = (300, 100)
 PAGES = tuple(-(-length // SIZES.page_size) for length in LENS)
 
 
+WALKS = [impl for impl in RUNS_HERE if impl != "reference"]
+
+
 # M45: a sequence's pages and no more
 
 
-@pytest.mark.parametrize("impl", [impl for impl in RUNS_HERE if impl != "reference"])
+@pytest.mark.parametrize("impl", nightly_but([impl for impl in WALKS if impl != "gpu_interpret"], WALKS))
 def test_time_follows_the_length_and_not_the_width_of_the_table(impl, optimized):
     """Sequences of three pages in tables for 1,024 and for 16,384, which a walk over whole tables would show."""
 
@@ -48,7 +52,7 @@ def test_time_follows_the_length_and_not_the_width_of_the_table(impl, optimized)
     assert wide < 4 * narrow, f"{narrow * 1e3:.2f} ms became {wide * 1e3:.2f} ms"
 
 
-@pytest.mark.parametrize("impl", [impl for impl in RUNS_HERE if impl != "reference"])
+@pytest.mark.parametrize("impl", nightly_but([impl for impl in WALKS if impl != "xla"], WALKS))
 def test_pages_before_the_chunk_cost_no_time(impl, optimized):
     """16,384 keys, of which the query sees 32."""
     batch = make_ragged(Sizes(4, 2, 64, 64, tokens=2, rows=2, max_pages=256), [(1, 256 * 64)])

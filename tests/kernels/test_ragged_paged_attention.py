@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +22,7 @@ from tests.kernels.ragged import (
     make_ragged,
     random_rows,
 )
+from tests.tiers import nightly_but
 
 SIZES = {
     "mqa-page4": Sizes(8, 1, 16, 4, max_pages=40),
@@ -29,8 +31,9 @@ SIZES = {
     "gqa2-page64-bf16": Sizes(4, 2, 32, 64, max_pages=4, dtype="bfloat16"),
 }
 KINDS = ("decode", "prompts", "chunks", "mixed")
-IMPLS = [pytest.param(impl, marks=pytest.mark.slow) if impl == "reference" else impl for impl in RUNS_HERE]
-"""The reference is nearly the oracle itself: in CI the tests of random batches and of mods have it."""
+IMPLS = nightly_but([impl for impl in RUNS_HERE if impl not in ("reference", "gpu_interpret")], RUNS_HERE)
+"""In CI the tests of random batches and of mods have all of them. The reference is nearly the oracle itself, and
+tests/kernels/test_rpa_gpu.py is about the kernels of a GPU."""
 
 
 @functools.cache
@@ -50,11 +53,13 @@ def check(batch, impl, *, traced=None, **static):
     return out
 
 
-@pytest.mark.parametrize("sinks", [False, True], ids=["no-sinks", "sinks"])
 @pytest.mark.parametrize("impl", RUNS_HERE)
-@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
-def test_attention_of_random_batches_equals_dense(sizes, impl, sinks):
-    sizes = dataclasses.replace(sizes, sinks=sinks)
+@pytest.mark.parametrize(
+    "name, sinks",
+    nightly_but([("mqa-page4", False), ("gqa3-page16-bits", True)], itertools.product(SIZES, [False, True])),
+)
+def test_attention_of_random_batches_equals_dense(name, impl, sinks):
+    sizes = dataclasses.replace(SIZES[name], sinks=sinks)
     for kind in KINDS:
         for seed in range(2):
             check(make_ragged(sizes, random_rows(sizes, kind, seed), seed), impl)
@@ -114,9 +119,7 @@ def test_chunked_attention_equals_dense_and_pages_before_the_chunk_may_be_unmapp
     check(batch, impl, attention_chunk=attention_chunk, traced=window and dict(sliding_window=jnp.int32(window)))
 
 
-@pytest.mark.parametrize(
-    "head_dim", [64, 96, 128, *(pytest.param(each, marks=pytest.mark.slow) for each in (160, 192, 256)), 512]
-)
+@pytest.mark.parametrize("head_dim", nightly_but([96, 512], [64, 96, 128, 160, 192, 256, 512]))
 @pytest.mark.parametrize("impl", IMPLS)
 def test_every_head_size_equals_dense(impl, head_dim):
     sizes = Sizes(6, 2, head_dim, 16, tokens=24, rows=4, max_pages=10, dtype="bfloat16", sinks=True)
@@ -221,7 +224,7 @@ def test_hidden_keys_on_unmapped_pages_are_not_read(impl):
     check(batch, impl, traced=dict(sliding_window=jnp.int32(20)))
 
 
-@pytest.mark.parametrize("context", [1024, 16384])
+@pytest.mark.parametrize("context", nightly_but([1024], [1024, 16384]))
 def test_long_contexts_equal_dense_without_nan(context):
     sizes = Sizes(2, 1, 16, 16, tokens=4, rows=2, max_pages=context // 16)
     batch = make_ragged(sizes, [(1, context), (3, context - 5)])
@@ -269,7 +272,7 @@ def test_reference_returns_the_weights():
     np.testing.assert_allclose(np.asarray(weights[0, :, :9]) @ batch.values[0][:, 0], out[0], atol=1e-5)
 
 
-@pytest.mark.parametrize("impl", CALLS_MODS)
+@pytest.mark.parametrize("impl", nightly_but([i for i in CALLS_MODS if i != "gpu_interpret"], CALLS_MODS))
 def test_position_5_of_pages_of_4_is_offset_1_of_the_second_page(impl):
     num_pages, none = 9, 9
     value = jnp.arange(num_pages * 4, dtype=jnp.float32).reshape(num_pages, 4)

@@ -9,6 +9,7 @@ import pytest
 
 from levanter_infer.kernels.cpu.backend import CpuBackend
 from levanter_infer.kernels.loops import one_by_one
+from tests.tiers import nightly_but
 
 pytestmark = pytest.mark.usefixtures("optimized")  # as users compile
 WIDTHS = (37, 5376)
@@ -34,7 +35,7 @@ def compiled(compute, count: int, width: int):
     return lowered.compile(compiler_options=dict(CpuBackend(is_apart=True, uses_vectors=False).compiler_options))
 
 
-@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("width", nightly_but([37], WIDTHS))
 @pytest.mark.parametrize("compute", [norm, gate, softmax])
 def test_bits_of_a_row_do_not_depend_on_the_others(compute, width):
     rng = np.random.default_rng(0)

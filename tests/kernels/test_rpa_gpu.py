@@ -4,6 +4,7 @@ The oracle tests of `test_ragged_paged_attention.py` run on it as well.
 """
 
 import functools
+import itertools
 import json
 import subprocess
 import sys
@@ -18,6 +19,7 @@ import pytest
 from levanter_infer.kernels.gpu import attention as rpa_gpu
 from levanter_infer.runtime import gpu_compiler
 from tests.kernels.ragged import RUNS_HERE, Sizes, attend, bits, dense_attention, lowering_for_gpu, make_ragged
+from tests.tiers import nightly_but
 
 ROOT = Path(__file__).resolve().parents[2]
 GPU = RUNS_HERE[-1]
@@ -58,7 +60,7 @@ def many_splits(monkeypatch):
     monkeypatch.setattr(rpa_gpu, "lanes", smaller)
 
 
-@pytest.mark.parametrize("head_dim, page_size", [(64, 8), (96, 32), (128, 16), (256, 256)])
+@pytest.mark.parametrize("head_dim, page_size", nightly_but([(96, 32)], [(64, 8), (96, 32), (128, 16), (256, 256)]))
 def test_every_head_dim_and_page_size_equals_dense(head_dim, page_size):
     sizes = Sizes(4, 2, head_dim, page_size, tokens=12, rows=3, max_pages=max(1, 320 // page_size), dtype="bfloat16")
     batch = make_ragged(sizes, [(1, 250), (9, 140), (1, 17)])
@@ -93,8 +95,7 @@ def test_chunks_of_float32_have_registers():
     assert [found[128, 2].rows, found[128, 4].rows, found[256, 4].rows] == [128, 64, 32]
 
 
-@pytest.mark.parametrize("splits", [False, True])
-@pytest.mark.parametrize("one_lane", [False, True])
+@pytest.mark.parametrize("one_lane, splits", nightly_but([(False, True)], itertools.product([False, True], repeat=2)))
 def test_turns_of_one_warp_equal_dense(one_lane, splits, monkeypatch):
     sizes = Sizes(6, 2, 64, 16, tokens=16, rows=4, max_pages=20, sinks=True)
     monkeypatch.setattr(rpa_gpu, "_MANY_PROGRAMS", 1)
@@ -125,7 +126,7 @@ def test_pages_of_float16_equal_dense():
     check(batch, run(batch))
 
 
-@pytest.mark.parametrize("q_heads, kv_heads", [(1, 1), (3, 3), (12, 2), (40, 1)])
+@pytest.mark.parametrize("q_heads, kv_heads", nightly_but([(12, 2)], [(1, 1), (3, 3), (12, 2), (40, 1)]))
 def test_splits_and_tiles_of_heads_equal_dense(q_heads, kv_heads, many_splits):
     batch = make_ragged(Sizes(q_heads, kv_heads, 16, 8, tokens=24, rows=4, max_pages=20), [(1, 160), (18, 40), (1, 50)])
     sinks, slopes = jnp.linspace(-3, 3, q_heads, dtype=jnp.float32), jnp.linspace(0.1, 1, q_heads, dtype=jnp.float32)
@@ -179,7 +180,7 @@ def test_bits_of_a_token_do_not_depend_on_its_chunk_where_splits_are_fixed(rules
         np.testing.assert_array_equal(bits(jitted(apart)[:5]), bits(out[token : token + 5]))
 
 
-@pytest.mark.parametrize("hidden", [None, 270])
+@pytest.mark.parametrize("hidden", nightly_but([270], [None, 270]))
 def test_poison_that_a_query_does_not_see_changes_nothing(hidden, many_splits):
     """In another row's pages and queries, before the window, and where `mask_mod` hides it."""
 

@@ -22,6 +22,7 @@ from levanter_infer.kernels.tpu.sizes import Sizes as KernelSizes
 from levanter_infer.kernels.tpu.sizes import Tile, align_queries
 from levanter_infer.kernels.tpu.tiling import Tiles, TileShape, candidates, propose
 from tests.kernels.ragged import Ragged, Sizes, attend, dense_attention, for_tpu, make_ragged
+from tests.tiers import nightly_but
 
 SIZES = Sizes(8, 2, 128, 16, tokens=60, rows=6, max_pages=20)
 MIXED = [(1, 300), (7, 260), (1, 3), (2, 2), (30, 290), (1, 129)]
@@ -67,12 +68,14 @@ def test_a_small_mixed_batch_equals_dense():
     check(batch, tiles=small_tiles(sizes, tokens=256), scale=1 / LOG2_E)
 
 
+@pytest.mark.slow
 def test_parts_whose_queries_share_rows_equal_dense():
     """Each of three parts has one kv head, and two queries of the six that stand in its rows."""
     sizes = Sizes(6, 3, 128, 16, tokens=4, rows=3, max_pages=10, sinks=True)
     check(make_ragged(sizes, [(1, 150), (1, 3), (1, 130)]), tiles=small_tiles(sizes, parts=3))
 
 
+@pytest.mark.slow
 def test_query_blocks_and_decode_rows_behind_long_histories_equal_dense():
     """The loop over unmasked items is left to start the queries of a later block, of one item or of several, and to
     find the row behind those that decode."""
@@ -122,6 +125,7 @@ def test_sinks_in_chunked_attention_equal_dense_and_pages_before_the_chunk_may_b
     check(batch, tiles=small_tiles(sizes, tokens=256), attention_chunk=96)
 
 
+@pytest.mark.slow
 def test_latents_equal_dense():
     """Latents whose values end within a slab, in which rotated keys follow."""
     sizes = Sizes(6, 1, 176, 32, tokens=40, rows=5, max_pages=10, dtype="bfloat16", value_dim=144)
@@ -435,7 +439,12 @@ def test_more_stretches_are_written_than_the_ring_holds(monkeypatch):
     np.testing.assert_array_equal(out.astype(jnp.float32), expected.astype(jnp.float32))
 
 
-@pytest.mark.parametrize("dtype, page_size", [("bfloat16", 16), ("int8", 64), ("float32", 16), ("float8_e4m3fn", 32)])
+@pytest.mark.parametrize(
+    "dtype, page_size",
+    nightly_but(
+        [("bfloat16", 16), ("int8", 64)], [("bfloat16", 16), ("int8", 64), ("float32", 16), ("float8_e4m3fn", 32)]
+    ),
+)
 def test_decode_tokens_and_the_chunks_behind_them_are_written_side_by_side(monkeypatch, dtype, page_size):
     rng, pages, slabs = np.random.default_rng(0), 34, 3
     monkeypatch.setattr(kv_write, "_STEP_BYTES", 24 * slabs * 128 * 4)

@@ -31,6 +31,7 @@ from tests.kernels.test_sampling_tpu import (
     terms_of,
     weights_of,
 )
+from tests.tiers import nightly_but
 
 pytestmark = pytest.mark.usefixtures("optimized")  # bits of what users run
 
@@ -60,7 +61,7 @@ def rules_of(terms: np.ndarray, top_k=None, top_p=None, draws=None) -> DrawRules
     return DrawRules(*columns, *filters, jnp.asarray(drawn, jnp.int32))
 
 
-@pytest.mark.parametrize("few", [False, True], ids=["candidates", "search"])
+@pytest.mark.parametrize("few", nightly_but([False], [False, True]), ids=["candidates", "search"])
 def test_thresholds_choose_what_sorting_chooses(few, monkeypatch):
     """With ties, -inf, equal logits and zeros of both signs; with so few candidates that most rows are searched too."""
     if few:
@@ -107,9 +108,7 @@ def test_logits_that_tie_with_the_kth_count_for_top_p_where_they_are_no_candidat
         np.testing.assert_array_equal(np.flatnonzero(logits[row] >= threshold[row]), ids, str(row))
 
 
-@pytest.mark.parametrize(
-    "vocab", [257, VOCAB, *(pytest.param(vocab, marks=pytest.mark.slow) for vocab in (3001, 70001))]
-)
+@pytest.mark.parametrize("vocab", nightly_but([VOCAB], [257, VOCAB, 3001, 70001]))
 def test_draws_are_those_of_the_tree(vocab):
     """Trees of three, four and five levels, with all of their sums to the bit."""
     logits = (RNG.normal(size=(ROWS, vocab)) * 3).astype(np.float32)
@@ -239,6 +238,7 @@ from jax.experimental import topologies
 from levanter_infer.plan.compiler import devices_of
 from levanter_infer.plan.targets import parse_target
 from tests.kernels.test_sampling_gpu import lowered
+from tests.tiers import nightly_but
 (device,) = devices_of(parse_target("h100"))
 for rows in (1, 8, 64, 256):
     for vocab in (32_000, 128_256, 151_936, 262_144):

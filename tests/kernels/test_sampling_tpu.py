@@ -21,6 +21,7 @@ from levanter_infer.kernels.tpu.backend import TpuBackend
 from levanter_infer.layers.shard_axis import Vocabulary
 from levanter_infer.structured.automaton import forced_tokens, packed
 from tests.decode.sampling_oracle import table_of
+from tests.tiers import nightly_but
 
 pytestmark = pytest.mark.usefixtures("optimized")  # bits of what users run
 
@@ -83,11 +84,7 @@ def test_statistics_equal_numpy():
 
 @pytest.mark.parametrize(
     "vocab, part",
-    [
-        (VOCAB, VOCAB),
-        (16 * 523, 4 * 523),
-        *(pytest.param(*sizes, marks=pytest.mark.slow) for sizes in ((4 * 2048, 2048), (3001, 3001), (2049, 2049))),
-    ],
+    nightly_but([(VOCAB, VOCAB)], [(VOCAB, VOCAB), (16 * 523, 4 * 523), (4 * 2048, 2048), (3001, 3001), (2049, 2049)]),
 )
 def test_sums_are_those_of_the_tree_to_the_bit(vocab, part):
     """For a whole vocabulary and for a device's part of one."""
@@ -125,7 +122,7 @@ def test_rows_that_are_not_in_use_are_not_read():
     np.testing.assert_array_equal(peak[:9], logits[:9].max(axis=1))
 
 
-@pytest.mark.parametrize("parts", [1, 4, 16])
+@pytest.mark.parametrize("parts", nightly_but([4, 16], [1, 4, 16]))
 def test_candidates_hold_all_logits_above_their_bound(parts):
     logits = hard_logits()
     values, bound = (
@@ -153,7 +150,8 @@ CASES = [(1, 1.0), (5, 1.0), (64, 1.0), (700, 1.0), (VOCAB - 1, 1.0), (VOCAB, 1.
 CASES += [(VOCAB, 0.3), (VOCAB, 0.9), (VOCAB, 0.999), (40, 0.9), (40, 1e-9), (900, 0.7), (3, 0.99999)]
 
 
-@pytest.mark.parametrize("first", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("first", [0, 1])
 def test_thresholds_choose_what_sorting_chooses(first):
     """XLA's and the kernels' thresholds, with ties, -inf, equal logits and logits that gather in one lane."""
     rows = [row for row in range(ROWS) if row not in (4, 5, 6)]

@@ -20,6 +20,7 @@ from levanter_infer.layers.linear import Fusion, apply
 from levanter_infer.layers.norm import NormConfig, RMSNorm
 from levanter_infer.layers.rotary import RopeConfig, rope_at
 from tests.kernels.ragged import Ragged, Sizes, dense_attention
+from tests.tiers import nightly_but
 
 LENGTH, PAGE_SIZE, KV, GROUP, SIZE = 30, 4, 2, 3, 8
 EMBEDDING = Axis(EMBED, KV * GROUP * SIZE)
@@ -96,7 +97,7 @@ IN_QUERIES = {
 }
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", nightly_but(["float32"], ["float32", "bfloat16"]))
 @pytest.mark.parametrize("options", [*IN_QUERIES, *IN_RULES])
 def test_a_tpu_takes_the_scale_in_queries_whose_rotation_comes_last(options, dtype, monkeypatch):
     """In bfloat16 the kernel's rotation is taken where it can be; in float32 the layer rotates."""

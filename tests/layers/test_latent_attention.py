@@ -21,6 +21,7 @@ from levanter_infer.layers.linear import Fusion, Linear
 from levanter_infer.layers.norm import NormConfig, RMSNorm
 from levanter_infer.layers.rotary import RopeConfig, rope_at
 from tests.layers.test_attention import LENGTH, PAGE_SIZE, prompt
+from tests.tiers import nightly_but
 
 NORM = NormConfig(1e-6)
 BLOCK = LatentAttentionBlock(3, 24, 14, 10, 18, RopeConfig(interleaved=True), NORM, 20, bias=True)
@@ -81,12 +82,9 @@ def attend_to_pages(block, layer, x, backend, dtype=jnp.float32):
     return attend(layer, tokens, pool, prompt())
 
 
-@pytest.mark.parametrize(
-    "block",
-    [pytest.param(BLOCK, marks=pytest.mark.slow) if block is BLOCK else block for block in BLOCKS.values()],
-    ids=BLOCKS,
-)
-def test_the_absorbed_form_over_pages_equals_the_expanded_form(block):
+@pytest.mark.parametrize("name", nightly_but(["no query latents"], BLOCKS))
+def test_the_absorbed_form_over_pages_equals_the_expanded_form(name):
+    block = BLOCKS[name]
     layer = make_layer(block)
     x = hax.random.normal(jax.random.key(2), (Axis(POSITION, LENGTH), EMBEDDING))
     expanded, _ = jax.jit(lambda layer, x: pick(layer, 1).dense(x, Fusion(residual=x), inputs(block, POSITION)))(

@@ -20,6 +20,7 @@ from levanter_infer.layers.linear import Fusion, Linear
 from levanter_infer.layers.recurrence import TokenInputs
 from levanter_infer.layers.rows import RaggedRows
 from levanter_infer.layers.short_conv import ShortConv, ShortConvBlock
+from tests.tiers import nightly_but
 
 HEADS, KEY, VALUE = 3, 5, 4
 EMBED_AXIS = Axis(EMBED, 12)
@@ -115,7 +116,7 @@ def test_a_block_of_equal_keys_stays_exact():
 
 
 @pytest.mark.parametrize(
-    ("delta", "by_channel"), [pytest.param(True, False, marks=pytest.mark.slow), (False, False), (True, True)]
+    ("delta", "by_channel"), nightly_but([(True, True)], [(True, False), (False, False), (True, True)])
 )
 def test_a_scan_of_packed_rows_has_the_same_bits_wherever_steps_end(delta, by_channel):
     """A sequence of 23 tokens alone, and in steps with others; in the plain form up to rounding."""
@@ -155,7 +156,7 @@ def test_rows_of_a_packed_batch_do_not_see_each_other(by_channel):
     assert not np.asarray(results[first:]).any() and (np.asarray(state[3]) == start[3]).all()
 
 
-@pytest.mark.parametrize("taps", [2, 4])
+@pytest.mark.parametrize("taps", nightly_but([4], [2, 4]))
 def test_a_convolution_in_chunks_gives_the_whole_to_the_bit(taps):
     rng = np.random.default_rng(0)
     conv = CausalConv.init((), 5, taps, key=jax.random.key(0), dtype=jnp.float32, bias=True)
@@ -182,7 +183,7 @@ def mixer(name: str):
     return jax.tree.map(lambda leaf: leaf + jnp.asarray(0.3 * rng.standard_normal(leaf.shape), leaf.dtype), module)
 
 
-@pytest.mark.parametrize("name", BLOCKS)
+@pytest.mark.parametrize("name", nightly_but(["delta_net"], BLOCKS))
 def test_a_mixer_in_chunks_gives_the_whole_sequence_and_writes_its_slots_only(name):
     """Two sequences side by side, cut differently, in slots that hold another sequence's state."""
     block, module = BLOCKS[name], mixer(name)

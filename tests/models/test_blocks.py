@@ -28,6 +28,7 @@ from levanter_infer.models.config import DecoderConfig
 from levanter_infer.models.decoder import DecoderModel
 from tests.layers.test_router import choice
 from tests.models.test_decoder import SEQUENCES, paged_logits, plain, tokens_of
+from tests.tiers import nightly_but
 
 HIDDEN, VOCAB = 16, 17
 NORM, PLUS_ONE, CENTERED = NormConfig(0.1), NormConfig(0.1, plus_one=True), NormConfig(0.1, center=True)
@@ -309,6 +310,12 @@ GAINS = {
     "head_bias_tied": dict(head_bias=True, tie_word_embeddings=True),
     "learnt_positions": dict(learnt_positions=True),
 }
+OPTIONS_IN_CI = (
+    "plain", "window", "partial_interleaved_rope", "soft_cap", "qk_norm_after_rope", "qkv_clip_after_norms",
+    "query_scale", "attention_chunk", "sinks_of_a_window", "exclusive_head_gate", "gated_norm_before_experts",
+    "sigmoid_router", "clamped_experts", "biases", "parallel_two", "residual_both", "ungated", "xielu",
+)  # fmt: skip
+"""The others are nightly: a family of tests/models/test_hf_parity.py has each of them, too."""
 BACKENDS = [XLA, *([CpuBackend()] if cpu.available() else [])]
 FASTEST = BACKENDS[-1:]
 """Enough for what is outside of attention: the plain forward computes it with XLA too."""
@@ -332,7 +339,7 @@ def check(model: DecoderModel, backends=FASTEST) -> np.ndarray:
     return together
 
 
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("name", nightly_but(OPTIONS_IN_CI, OPTIONS))
 def test_an_option_of_a_block_is_computed_as_it_says(name):
     model = model_of(OPTIONS[name], OPTIONS[name])
     logits = check(model, BACKENDS if OPTIONS[name].mixer != ATTENTION or name == "plain" else FASTEST)
@@ -382,7 +389,7 @@ def test_dense_and_expert_layers_stand_in_two_stacks():
         _ = model.layers
 
 
-@pytest.mark.parametrize("name", ["partial_period", "two_stacks_in_a_period"])
+@pytest.mark.parametrize("name", nightly_but(["partial_period"], ["partial_period", "two_stacks_in_a_period"]))
 def test_the_plain_forward_has_the_gradient_of_a_loop_over_layers(name):
     """The gradient of one layer's weights, against a difference of the oracle."""
     model = model_of(*STACKS[name][0])

@@ -31,6 +31,7 @@ from levanter_infer.models.blocks import Block
 from levanter_infer.models.config import DecoderConfig
 from levanter_infer.models.decoder import DecoderModel
 from levanter_infer.models.uncached import keys_and_values
+from tests.tiers import nightly_but
 
 PAGE_SIZE, NUM_PAGES, SEQ_PAGES = 4, 16, 6
 NUM_TOKENS, NUM_ROWS = 12, 3
@@ -119,7 +120,7 @@ def paged_logits(model, spec=PLAIN, backend: Backend = XLA):
     return [np.concatenate([first[:4], second[:5]]), np.asarray(second[5:11])]
 
 
-@pytest.mark.parametrize("impl", ["reference", "xla"])
+@pytest.mark.parametrize("impl", nightly_but(["xla"], ["reference", "xla"]))
 def test_paged_forward_equals_the_plain_one(impl):
     model = tiny()
     for logits, sequence in zip(paged_logits(model, backend=make_backend(impl)), SEQUENCES, strict=True):
@@ -155,7 +156,7 @@ def test_bits_of_bf16_weights_and_pages_give_the_same_bits():
 
 
 @pytest.mark.skipif(not cpu.available(), reason="the C++ kernels were not built")
-@pytest.mark.parametrize("windows", [(3, None, 3), (None, 3, 5, None)])
+@pytest.mark.parametrize("windows", [pytest.param((3, None, 3), marks=pytest.mark.slow), (None, 3, 5, None)])
 def test_a_layers_norms_are_its_own_whatever_its_number_in_the_pool(windows):
     """The kernel that rotates looks up norms by layer; layers with a window have another number in their pool."""
     model = tiny(windows=windows)
@@ -281,6 +282,7 @@ def test_layers_that_remember_alike_share_a_pool_in_their_order():
     assert places == {layer: (i, at) for i, pool in enumerate(config.pools) for at, layer in enumerate(pool.layers)}
 
 
+@pytest.mark.slow
 def test_layers_with_other_pools_may_have_other_heads():
     config = config_of(windows=(3, 3, None) * 2)
     full = dict(num_heads=6, num_kv_heads=3, head_dim=4)
@@ -330,6 +332,7 @@ def test_config_refuses_sizes_that_do_not_fit():
         config_of(windows=(3, 3, 1, 2, 4, 5, 6, 7, 8, 9))
 
 
+@pytest.mark.slow
 def test_bits_spare_a_cpu_the_conversion_of_whole_stacks():
     def converted(model: DecoderModel) -> bool:
         batch = batch_of(SEQUENCES, [0, 0], PAGES)

@@ -112,7 +112,8 @@ def test_logits_equal_hf(name, load):
         _assert_greedy(logits[steps].argmax(axis=-1).tolist(), prompt, f"{what}, greedy")
 
 
-@pytest.mark.parametrize("name", one_per_family(LONG_ROPE_CASES, most=1))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LONG_ROPE_CASES)
 def test_engine_greedy_equals_hf(name, load):
     case = load_case(name)
     # An engine whose sequences may grow beyond the original length has the long frequencies for all

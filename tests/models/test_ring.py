@@ -22,6 +22,7 @@ from levanter_infer.layers.shard_axis import ShardAxis
 from levanter_infer.models.decoder import PLAIN
 from levanter_infer.models.mixing import mixer_of
 from levanter_infer.models.ring import columns_of, ring_of, with_ring
+from tests.tiers import nightly_but
 from tests.tiny_models import tiny_model
 
 PARTS, ROWS = 2, 6
@@ -66,7 +67,7 @@ def layer_on_devices(model, x: NamedArray, ring: ShardAxis) -> jax.Array:
     return jax.jit(compute)([parts_of(leaf) for leaf in leaves], x.array)
 
 
-@pytest.mark.parametrize("changes", [{}, BIASES, PLUS_ONE], ids=["plain", "biases", "plus_one"])
+@pytest.mark.parametrize("changes", nightly_but([BIASES], [{}, BIASES, PLUS_ONE]), ids=["plain", "biases", "plus_one"])
 def test_a_layer_on_a_ring_gives_the_same(changes):
     model = tiny_model(num_hidden_layers=1, **changes)
     keys = iter(jax.random.split(jax.random.key(3), 99))
@@ -79,7 +80,7 @@ def test_a_layer_on_a_ring_gives_the_same(changes):
         np.testing.assert_allclose(device, everywhere[0], rtol=2e-4, atol=2e-4)
 
 
-@pytest.mark.parametrize("parts", [2, 4, 8])
+@pytest.mark.parametrize("parts", nightly_but([4], [2, 4, 8]))
 def test_matmuls_beside_transfers_are_those_of_all_columns(parts):
     rng = np.random.default_rng(parts)
     x, norm = rng.normal(size=(5, 4 * parts)).astype(np.float32), rng.normal(size=4 * parts).astype(np.float32)

@@ -91,6 +91,7 @@ def test_tool_call_parser_is_read_and_checked():
         ServeConfig(tool_call_parser="x")
 
 
+@pytest.mark.slow
 def test_what_is_compiled_ahead_is_not_compiled_by_the_first_request():
     words = ["--model", "models/tiny", "--serve.compile_ahead", "[constraints, scoring]"]
     words += ["--engine.max_seqs", "2", "--engine.max_seq_len", "32", "--engine.max_step_tokens", "16"]

@@ -12,6 +12,7 @@ from levanter_infer import EngineConfig, InferenceEngine, load_model
 from levanter_infer.policies import ToolCallParser
 from levanter_infer.serve.tool_calls import FORMATS, CallParser, ToolCall
 from tests.serve.server import MODEL, running
+from tests.tiers import nightly_but
 
 HERMES, LLAMA, MISTRAL = ToolCallParser.HERMES, ToolCallParser.LLAMA3_JSON, ToolCallParser.MISTRAL
 NAMES = {"add", "get-time"}
@@ -230,7 +231,7 @@ def test_what_is_no_call_stays_content(hermes, regex, more, reason):
     assert streamed(hermes, **asked) == (content, [], reason)
 
 
-@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("kind", nightly_but(["llama3_json"], FORMATS))
 def test_calls_are_forced(engine, kind):
     by_name = {"type": "function", "function": {"name": "add"}}
     with running(engine, tool_call_parser=kind) as server:

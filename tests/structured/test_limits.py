@@ -186,12 +186,14 @@ def test_the_work_of_a_regex_is_bounded(regex):
         transitions_of(regex)
 
 
+@pytest.mark.slow
 def test_sets_without_case_take_no_longer_than_others():
     with within(3):
         found = transitions_of("(?i)" + "".join(f"[{letters}]" for letters in SETS))
     assert len(found[0]) > len(SETS)
 
 
+@pytest.mark.slow
 def test_the_work_of_an_intersection_is_bounded():
     vocab = [*VOCAB[:256], *(b"%c%c" % (a, b) for a in range(97, 117) for b in range(97, 117)), b""]
     automaton = from_bytes(*transitions_of("[a-z ]{9000}"), vocab, [len(vocab) - 1])
