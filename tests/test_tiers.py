@@ -1,4 +1,4 @@
-"""Every test is in a tier that somebody runs: CI, or a check of `.ci/nightly`."""
+"""Every test is in a tier: CI, or a check of `.ci/nightly`."""
 
 import fnmatch
 import re

@@ -198,7 +198,7 @@ def commands_of_the_docs() -> dict[str, str]:
 PACKAGES = ["datasets", "polars", "pandas", "pyarrow.json", "pyarrow.dataset"]
 
 
-@pytest.mark.parametrize("package", nightly_but(["pyarrow.json", "pyarrow.dataset"], PACKAGES))
+@pytest.mark.parametrize("package", nightly_but(["pyarrow.json"], PACKAGES))
 def test_commands_of_the_docs_read_all_shards(prompts, tmp_path, package):  # noqa: F811
     assert set(commands_of_the_docs()) == set(PACKAGES)
     pytest.importorskip(package)

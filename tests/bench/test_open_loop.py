@@ -161,7 +161,6 @@ def assert_served(subject: InferenceEngine, timeline: Timeline) -> None:
     assert subject.stats()["pages_free"] == subject.shapes.num_pages
 
 
-@pytest.mark.slow
 def test_a_closed_loop_keeps_every_place_taken(engine):
     timeline = run_continuous(engine, REQUESTS, [0.0] * 6, max_steps=1)
     assert_served(engine, timeline)

@@ -12,8 +12,6 @@ from levanter_infer.kernels import loops
 from tests.decode.driver import SHAPES, VOCAB, WINDOWED, Driver, programs, random_operation
 from tests.tiers import nightly_but
 
-EXAMPLES = 400
-
 
 class Tables(RuleBasedStateMachine):
     shapes = SHAPES
@@ -79,7 +77,13 @@ class WindowedTables(Tables):
     shapes = WINDOWED
 
 
-@pytest.mark.parametrize("tables, examples", [(Tables, EXAMPLES), (WindowedTables, EXAMPLES // 4)])
+@pytest.mark.parametrize(
+    "tables, examples",
+    nightly_but(
+        [(Tables, 200), (WindowedTables, 50)],
+        [(Tables, 200), (Tables, 400), (WindowedTables, 50), (WindowedTables, 100)],
+    ),
+)
 def test_device_tables_equal_the_model_under_random_operations(tables, examples):
     run_state_machine_as_test(
         tables,

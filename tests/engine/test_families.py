@@ -33,6 +33,8 @@ from tests.family_cases import (
 )
 from tests.golden_cases import load_case
 
+pytestmark = pytest.mark.slow  # CI has other models with each kind of memory, in files of their own
+
 MOST_LOGPROB_DIFFERENCE = 1e-4
 """Where XLA computes a part of the model, in an order that depends on the step. Otherwise bits are equal."""
 MOST_MESH_DIFFERENCE = 2e-4
@@ -42,9 +44,6 @@ MOST_MESH_DIFFERENCE = 2e-4
 ONE_PER_KIND = ("apertus", "cohere2", "deepseek_v2", "granitemoehybrid")
 """All keys and values, windows, latents, a state of fixed size: families whose rounds are compiled for scoring at
 once."""
-IN_CI = ("deepseek_v2",)
-"""The others are nightly. In CI test_ladder.py, test_windows.py, test_slot_state.py and test_state_snapshots.py cover
-the other kinds of memory."""
 
 
 class Served:
@@ -85,10 +84,7 @@ class Served:
         assert stats["pages_free"] == stats["pages_total"] and stats["offloaded_bytes"] == 0
 
 
-@pytest.fixture(
-    scope="module",
-    params=[pytest.param(name, marks=() if name in IN_CI else pytest.mark.slow) for name in served_names()],
-)
+@pytest.fixture(scope="module", params=served_names())
 def served(request, tmp_path_factory):
     yield Served(request.param, tmp_path_factory.mktemp(request.param))
     drop_programs_if_many()

@@ -303,6 +303,7 @@ def test_samples_of_a_prompt_that_takes_several_uploads_wait_for_all_of_it():
     assert_idle(subject)
 
 
+@pytest.mark.slow
 def test_cancelling_a_prompt_that_is_still_being_uploaded_gives_its_slots_back():
     subject = _with_small_uploads()
     long = Request(prompt_token_ids=prompt(40, 5), sampling=greedy(6, n=3))

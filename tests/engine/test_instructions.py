@@ -266,6 +266,7 @@ def test_instruction_sets_agree_but_for_rounding():
         assert abs(completion.logprobs - by_isa["generic"].logprobs).max() < 1e-4
 
 
+@pytest.mark.slow
 @built
 def test_the_choice_can_be_made_while_something_is_traced():
     model, sampling = tiny_model(), SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)

@@ -74,7 +74,8 @@ def test_prompt_chunks_of_any_size_give_the_same_tokens(chunk, backend):
     assert engine.stats()["steps"] == prompt_steps + 2 * (STEPS - 1)
 
 
-@pytest.mark.parametrize("page_size, backend", [(1, {}), slow(4, XLA), slow(64, {})])
+@pytest.mark.slow
+@pytest.mark.parametrize("page_size, backend", [(1, {}), (4, XLA), (64, {})])
 def test_mixed_batches_give_the_same_tokens_at_any_page_size(page_size, backend):
     tokens, _ = run(range(len(LENGTHS)), max_seqs=4, max_step_tokens=24, page_size=page_size, **backend)
     assert tokens == [[t] for t in expected()]

@@ -39,7 +39,6 @@ def check_idle(engine: InferenceEngine) -> None:
     assert engine.stats()["pages_free"] == engine.shapes.num_pages
 
 
-@pytest.mark.slow
 def test_requests_of_a_smaller_number_go_first(engine):
     engine.warmup()
     groups = [engine.submit(request(i, priority=-(i // 3))) for i in range(9)]
@@ -104,6 +103,7 @@ def test_a_deadline_ends_what_runs_and_what_waits_and_gives_all_pages_back(engin
     check_idle(engine)
 
 
+@pytest.mark.slow
 def test_with_worst_case_admission_nobody_is_preempted():
     requests = [request(i, max_tokens=30) for i in range(6)]
     counts = {}

@@ -125,6 +125,7 @@ def test_a_page_that_another_has_begun_is_waited_for_also_by_who_goes_first():
     assert [group.output().num_cached_tokens for group in (first, second)] == [16, 16]
 
 
+@pytest.mark.slow
 def test_what_is_found_again_after_a_preemption_does_not_count_as_cached(small_engine):
     requests = [request(text(9, seed=i), max_tokens=24) for i in range(4)]
     before = small_engine.stats()

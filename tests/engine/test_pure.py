@@ -115,6 +115,7 @@ def test_it_works_inside_scan_with_traced_prompts_and_seeds():
     assert tokens[0].tolist() != tokens[1].tolist()
 
 
+@pytest.mark.slow
 def test_eos_ends_a_sequence_and_padding_follows():
     prompts, lens = batch()
     free = uncached_greedy(tiny_model(), prompts[0, : LENGTHS[0]].tolist(), 7)

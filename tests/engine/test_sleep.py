@@ -54,7 +54,6 @@ def likeliest(model, tokens: list[int]) -> int:
     return int(ORACLE(model, padded, jnp.int32(len(tokens))))
 
 
-@pytest.mark.slow
 def test_the_pool_goes_back_to_the_system_and_the_weights_stay_bit_by_bit(engine):
     pool = engine.state.cache.nbytes
     before = [np.array(leaf) for leaf in jax.tree.leaves(engine.model)]

@@ -183,6 +183,7 @@ def test_layers_without_a_mixer_or_a_feed_forward_block_are_served():
     assert list(output.completions[0].token_ids) == uncached_greedy(model, text(20), 8)
 
 
+@pytest.mark.slow
 def test_the_round_makes_no_copy_of_the_states():
     """But of one layer where forks start, which copy the states of their parents."""
     engine = shared_engine("qwen3_5")

@@ -37,8 +37,7 @@ def gemma3_engine(backend: str) -> InferenceEngine:
     return InferenceEngine(windowed_model(GEMMA3), config=config)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("backend", ["xla", pytest.param("cpu", marks=built)])
+@pytest.mark.parametrize("backend", ["xla", pytest.param("cpu", marks=[built, pytest.mark.slow])])
 def test_sequences_of_many_windows_give_the_tokens_of_the_uncached_forward(backend):
     """In chunks, more of them than run at once, so that window pages are used again and again."""
     engine = gemma3_engine(backend)
@@ -121,6 +120,7 @@ def test_a_prefix_whose_window_is_gone_is_computed_again():
     check_invariants(engine.state.decode)
 
 
+@pytest.mark.slow
 def test_a_model_of_windows_alone_has_no_pages_of_whole_sequences():
     """Mistral 7B v0.1: the pages of the tables are stored nowhere."""
     config = EngineConfig(max_seqs=2, max_seq_len=96, page_size=4, max_step_tokens=16)

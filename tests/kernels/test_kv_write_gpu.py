@@ -9,6 +9,7 @@ import pytest
 
 from levanter_infer.kernels.call import KvWrite, Rotation
 from levanter_infer.kernels.gpu.kv_write import rotate_and_write
+from tests.tiers import nightly_but
 
 LAYERS, LAYER, NORM_LAYER, PAGES, PAGE_SIZE = 3, 1, 2, 5, 4
 TOKENS, QUERY_FACTOR = 7, 0.37
@@ -64,7 +65,10 @@ def expected(given: dict, has_norms: bool) -> tuple[np.ndarray, np.ndarray]:
 @pytest.mark.parametrize("has_norms", [False, True], ids=["plain", "norms"])
 @pytest.mark.parametrize(
     "q_heads, kv_heads, head_dim, dtype",
-    [(8, 2, 64, "float32"), (3, 3, 96, "float32"), (5, 1, 16, "bfloat16"), (6, 6, 128, "float16")],
+    nightly_but(
+        [(3, 3, 96, "float32"), (5, 1, 16, "bfloat16")],
+        [(8, 2, 64, "float32"), (3, 3, 96, "float32"), (5, 1, 16, "bfloat16"), (6, 6, 128, "float16")],
+    ),
 )
 def test_rotation_and_write_equal_numpy(q_heads, kv_heads, head_dim, dtype, has_norms):
     given = arrays(q_heads, kv_heads, head_dim, dtype)

@@ -84,7 +84,7 @@ def test_thresholds_choose_what_sorting_chooses(few, monkeypatch):
             np.testing.assert_array_equal(np.flatnonzero(logits[row] >= threshold[row]), wanted, f"{rows[row]} {k} {p}")
 
 
-@pytest.mark.parametrize("sizes, vocab", [(FEW, 50), ({}, 5000)], ids=["few", "as they are"])
+@pytest.mark.parametrize("sizes, vocab", nightly_but([(FEW, 50)], [(FEW, 50), ({}, 5000)]), ids=["few", "as they are"])
 def test_logits_that_tie_with_the_kth_count_for_top_p_where_they_are_no_candidates(sizes, vocab, monkeypatch):
     """One logit stands above all others, which are equal: top_k keeps them all, and top_p is a share of all of their
     weights. The candidates hold `seen` of them. In the third and fourth row the first logit is more than half of
@@ -108,7 +108,8 @@ def test_logits_that_tie_with_the_kth_count_for_top_p_where_they_are_no_candidat
         np.testing.assert_array_equal(np.flatnonzero(logits[row] >= threshold[row]), ids, str(row))
 
 
-@pytest.mark.parametrize("vocab", nightly_but([VOCAB], [257, VOCAB, 3001, 70001]))
+@pytest.mark.slow
+@pytest.mark.parametrize("vocab", [257, VOCAB, 3001, 70001])
 def test_draws_are_those_of_the_tree(vocab):
     """Trees of three, four and five levels, with all of their sums to the bit."""
     logits = (RNG.normal(size=(ROWS, vocab)) * 3).astype(np.float32)

@@ -127,6 +127,7 @@ def test_paged_forward_equals_the_plain_one(impl):
         np.testing.assert_allclose(logits, plain(model, tokens_of(sequence)), atol=2e-4)
 
 
+@pytest.mark.slow
 def test_hooks_act_alike_in_both_forwards():
     spec = AttentionSpec(
         score_mod=lambda score, q_pos, kv_pos, head: score + 0.5 * ((q_pos - kv_pos) * (head + 1)).astype(jnp.float32),
@@ -140,6 +141,7 @@ def test_hooks_act_alike_in_both_forwards():
     assert np.abs(plain(model, tokens_of(SEQUENCES[0])) - plain(tiny(), tokens_of(SEQUENCES[0]))).max() > 0.01
 
 
+@pytest.mark.slow
 def test_bits_of_bf16_weights_and_pages_give_the_same_bits():
     model = tiny("bfloat16", tie_word_embeddings=True)
     stored = model.prepare(ON_CPU)
