@@ -18,7 +18,6 @@ from levanter_infer.cli import session
 from levanter_infer.engine.params import SamplingParams
 from levanter_infer.engine.request import NOT_FINITE, Completion, Request, RequestOutput
 from levanter_infer.runtime import progress
-from tests.tiers import nightly_but
 from tests.tiny_models import tiny_model
 from tests.tokenizer_files import CHATML, byte_level, write
 
@@ -266,9 +265,8 @@ os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
 """A shell's background job ignores the keyboard's signal, and so would the command that is started here."""
 
 
-@pytest.mark.parametrize(
-    "number", nightly_but([signal.SIGINT], [signal.SIGINT, signal.SIGTERM]), ids=lambda number: number.name
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
 def test_interrupt_while_programs_compile_ends_at_once_and_leaves_no_file(checkpoint, tmp_path, number):
     arguments = ["--model", str(checkpoint), "--prompts", "hello", "--output", str(tmp_path / "out.jsonl"), *SMALL]
     hidden = {"JAX_COMPILATION_CACHE_DIR", "JAX_DISABLE_MOST_OPTIMIZATIONS"}

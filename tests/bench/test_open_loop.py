@@ -161,6 +161,7 @@ def assert_served(subject: InferenceEngine, timeline: Timeline) -> None:
     assert subject.stats()["pages_free"] == subject.shapes.num_pages
 
 
+@pytest.mark.slow
 def test_a_closed_loop_keeps_every_place_taken(engine):
     timeline = run_continuous(engine, REQUESTS, [0.0] * 6, max_steps=1)
     assert_served(engine, timeline)
@@ -169,6 +170,7 @@ def test_a_closed_loop_keeps_every_place_taken(engine):
     assert len(timeline.rounds) < 22
 
 
+@pytest.mark.slow
 def test_requests_that_come_later_are_not_served_before(engine):
     arrivals = [0.0, 0.0, 0.1, 0.3, 0.3, 0.3]
     for late_launch in (True, False):
@@ -179,6 +181,7 @@ def test_requests_that_come_later_are_not_served_before(engine):
         assert sum(r.seconds for r in timeline.rounds) < timeline.seconds
 
 
+@pytest.mark.slow
 def test_a_static_batch_waits_for_its_last_sequence(engine):
     timeline = run_static(engine, REQUESTS, [0.0] * 6, batch=2)
     assert_served(engine, timeline)

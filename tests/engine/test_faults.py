@@ -92,6 +92,7 @@ def test_c5_length_limits_end_a_sequence_and_give_its_pages_back():
     assert_idle(subject)
 
 
+@pytest.mark.slow
 def test_c6_no_token_is_dropped_when_more_is_pending_than_a_step_holds():
     subject = shared_engine(max_seqs=8, max_step_tokens=8, max_round_steps=2)
     outputs = subject.generate([Request(prompt_token_ids=prompt(9, i), sampling=greedy(7)) for i in range(20)])

@@ -214,6 +214,7 @@ def test_who_waits_to_start_needs_room_only_for_what_nobody_holds(small_engine):
         assert group.sequences[0].token_ids == uncached_greedy(tiny_model(), list(asked.prompt_token_ids), 4)
 
 
+@pytest.mark.slow
 def test_without_the_cache_nothing_is_shared():
     engine = shared_engine(prefix_cache=False)
     run(engine, request(text(18)))

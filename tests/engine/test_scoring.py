@@ -172,6 +172,7 @@ def test_pages_without_scores_are_not_found_by_those_who_want_them(engine):
     check(longer, engine.score([longer])[0])
 
 
+@pytest.mark.slow
 def test_what_is_not_finite_is_an_error_of_its_own_request(other):
     sick, well = text(12)[:6] + [POISON] + text(12)[6:], text(20, seed=4)
     outputs = other.generate([request(sick), request(well), request(sick, max_tokens=3, n=2), request(well)])
@@ -249,6 +250,7 @@ def test_more_than_the_engine_keeps_is_refused(engine):
         generate(tiny_model(), [[1, 2]], [2], SamplingParams(prompt_logprobs=0))
 
 
+@pytest.mark.slow
 def test_logits_are_there_for_a_few_tokens_at_once(other):
     compiled = other.programs._programs["round"].wait().as_text()
     tokens = other.shapes.buckets[-1]

@@ -204,6 +204,7 @@ def whole(client, **asked):
     return choice.message.content, found, choice.finish_reason
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("most", [{}, {"parallel_tool_calls": False}, {"logprobs": True, "top_logprobs": 1}])
 def test_calls_of_the_model_are_parsed(hermes, most):
     asked = dict(SAME, seed=3, extra_body={"regex": TWO}, **most)
@@ -215,6 +216,7 @@ def test_calls_of_the_model_are_parsed(hermes, most):
     assert streamed(hermes, **asked) == (content, calls, reason)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("regex", "more", "reason"),
     [
@@ -249,6 +251,7 @@ def test_calls_are_forced(engine, kind):
                     assert streamed(client, **asked) == (content, calls, reason)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("more", "named"),
     [
