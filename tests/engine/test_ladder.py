@@ -14,6 +14,7 @@ from levanter_infer.engine.config import EngineConfig
 from levanter_infer.engine.engine import InferenceEngine
 from levanter_infer.engine.params import SamplingParams
 from levanter_infer.engine.request import Request
+from tests.tiers import nightly_but
 from tests.tiny_models import shared_engine, tiny_model, uncached_greedy
 
 STEPS = 20
@@ -54,19 +55,16 @@ XLA = dict(attention="xla", matmul="xla")
 """Backends of engines without the C++ kernels: on accelerators, and on a CPU where they were not built."""
 
 
-def slow(*values):
-    """A case that CI leaves out: others take the same way with other sizes."""
-    return pytest.param(*values, marks=pytest.mark.slow)
-
-
-@pytest.mark.parametrize("backend", [slow({"attention": "reference"}), XLA, slow({})])
+@pytest.mark.parametrize("backend", nightly_but([XLA], [{"attention": "reference"}, XLA, {}]))
 def test_paged_attention_gives_the_tokens_of_the_uncached_forward(backend):
     tokens, engine = run([3], max_seqs=1, max_step_tokens=16, page_size=4, **backend)
     assert tokens == [[expected()[3]]]
     assert engine.stats()["steps"] == STEPS  # the prompt was computed as a whole
 
 
-@pytest.mark.parametrize("chunk, backend", [slow(1, {}), slow(3, XLA), (16, XLA), slow(16, {}), slow(1000, {})])
+@pytest.mark.parametrize(
+    "chunk, backend", nightly_but([(16, XLA)], [(1, {}), (3, XLA), (16, XLA), (16, {}), (1000, {})])
+)
 def test_prompt_chunks_of_any_size_give_the_same_tokens(chunk, backend):
     tokens, engine = run([0, 4], max_seqs=1, max_step_tokens=chunk, page_size=4, **backend)
     assert tokens == [[expected()[0]], [expected()[4]]]
@@ -98,7 +96,7 @@ def test_more_forks_than_are_copied_at_once_give_the_same_tokens():
     assert tokens == [[expected()[0]] * 66] and engine.stats()["forks"] == 65
 
 
-@pytest.mark.parametrize("backend", [{}, slow(XLA)])
+@pytest.mark.parametrize("backend", nightly_but([{}], [{}, XLA]))
 def test_preempted_sequences_give_the_same_tokens(backend):
     """Short prompts that grow far beyond what the pool holds: most of them lose their pages on the way."""
     steps = 40

@@ -314,7 +314,7 @@ OPTIONS_IN_CI = (
     "plain", "partial_interleaved_rope", "qk_norm_after_rope", "attention_chunk", "sinks_of_a_window",
     "exclusive_head_gate", "gated_norm_before_experts", "sigmoid_router", "parallel_two", "residual_both", "xielu",
 )  # fmt: skip
-"""The others are nightly: a family of tests/models/test_hf_parity.py has each of them, too."""
+"""The others are nightly; tests/models/test_hf_parity.py has them in the families that use them."""
 BACKENDS = [XLA, *([CpuBackend()] if cpu.available() else [])]
 FASTEST = BACKENDS[-1:]
 """Enough for what is outside of attention: the plain forward computes it with XLA too."""

@@ -3,7 +3,6 @@
 import dataclasses
 import hashlib
 import json
-from collections.abc import Sequence
 
 import equinox as eqx
 import haliax as hax
@@ -30,6 +29,7 @@ from tests.golden_cases import (
     weights_sha256,
     write_checkpoint,
 )
+from tests.tiers import nightly_but
 
 CASES = case_names()
 LONG_ROPE_CASES = ("llama_longrope", "phi3_tied", "phimoe_tied")
@@ -38,16 +38,12 @@ case."""
 LENGTH_DEPENDENT = ("dynamic", "longrope")  # rope scalings that look at the length of the whole sequence
 
 
-def one_per_family(names: Sequence[str], most: int | None = None) -> list:
-    """The cases; those of CI are the first of each model type, `most` of them, the others are slow."""
-    seen: set[str] = set()
-    marked = []
-    for name in names:
-        model_type = load_case(name).config["model_type"]
-        is_slow = model_type in seen or len(seen) == most
-        marked.append(pytest.param(name, marks=pytest.mark.slow) if is_slow else name)
-        seen.add(model_type)
-    return marked
+def one_per_family() -> list:
+    """All cases; those of CI are the first of each model type."""
+    first: dict[str, str] = {}
+    for name in CASES:
+        first.setdefault(load_case(name).config["model_type"], name)
+    return nightly_but(first.values(), CASES)
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +92,7 @@ def _assert_greedy(tokens: list[int], prompt: GoldenPrompt, what: str) -> None:
             return
 
 
-@pytest.mark.parametrize("name", one_per_family(CASES))
+@pytest.mark.parametrize("name", one_per_family())
 def test_logits_equal_hf(name, load):
     case = load_case(name)
     for prompt, logits in zip(case.prompts, uncached_logits(load(case), case), strict=True):
@@ -162,7 +158,7 @@ def test_every_tensor_that_is_an_option_moves_the_logits(name, load):
         assert found and np.abs(logits - prompt.logits).max() > 1e-2 * prompt.scale, f"{name}: {end} changes nothing"
 
 
-@pytest.mark.parametrize("name", one_per_family(CASES))
+@pytest.mark.parametrize("name", one_per_family())
 def test_a_checkpoint_saved_again_has_the_same_tensors_and_mathematics(name, load, tmp_path):
     case = load_case(name)
     save_model(load(case), tmp_path)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from levanter_infer.runtime import memory
+from levanter_infer.runtime import control_groups, memory
 
 GB = 1 << 30
 
@@ -69,6 +69,8 @@ def machine(monkeypatch, tmp_path):
     (tmp_path / "proc" / "self" / "cgroup").write_text("0::/\n")
     (tmp_path / "sys" / "fs" / "cgroup").mkdir(parents=True)
     monkeypatch.setattr(memory, "Path", lambda name: tmp_path / name.lstrip("/"))
+    monkeypatch.setattr(control_groups, "_MOUNT", tmp_path / "sys" / "fs" / "cgroup")
+    monkeypatch.setattr(control_groups, "_OWN", tmp_path / "proc" / "self" / "cgroup")
     return tmp_path
 
 
@@ -86,64 +88,6 @@ def test_a_system_that_counts_no_free_pages_has_all_of_its_memory(machine, monke
     names = {name: number for name, number in memory.os.sysconf_names.items() if name != "SC_AVPHYS_PAGES"}
     monkeypatch.setattr(memory.os, "sysconf_names", names)
     assert memory.available_bytes() == memory.os.sysconf("SC_PHYS_PAGES") * memory.os.sysconf("SC_PAGE_SIZE")
-
-
-def test_files_that_were_read_into_a_control_groups_memory_count_as_free(machine):
-    (machine / "proc" / "meminfo").write_text("MemAvailable:   8192 kB\n")
-    group = machine / "sys" / "fs" / "cgroup"
-    (group / "memory.max").write_text(f"{6 << 20}\n")
-    (group / "memory.current").write_text(f"{5 << 20}\n")
-    (group / "memory.stat").write_text(f"anon 1\ninactive_file {2 << 20}\nactive_file {1 << 20}\n")
-    assert memory.available_bytes() == 4 << 20
-
-
-def with_limit(group: Path, limit: int, used: int, cached: int = 0, version: int = 2) -> None:
-    """A control group with so many MiB."""
-    group.mkdir(parents=True, exist_ok=True)
-    files, prefix = ("memory.max", "memory.current"), ""
-    if version == 1:
-        files, prefix = ("memory.limit_in_bytes", "memory.usage_in_bytes"), "total_"
-    for file, size in zip(files, (limit, used), strict=True):
-        (group / file).write_text(f"{size << 20}\n")
-    (group / "memory.stat").write_text(f"inactive_file {77 << 20}\n" * (version == 1))
-    with (group / "memory.stat").open("a") as stat:
-        stat.write(f"{prefix}inactive_file {cached << 20}\n")
-
-
-def test_the_limits_of_all_groups_around_the_process_count(machine):
-    """A job of a batch system: the limit stands at the job, and the process is in a step of it."""
-    (machine / "proc" / "meminfo").write_text(f"MemAvailable:   {64 << 10} kB\n")
-    (machine / "proc" / "self" / "cgroup").write_text("0::/system.slice/job_7/step_0\n")
-    root = machine / "sys" / "fs" / "cgroup"
-    with_limit(root / "system.slice" / "job_7", 32, 30, cached=4)
-    with_limit(root / "system.slice" / "job_8", 2, 2)  # a neighbour's
-    (root / "system.slice" / "job_7" / "step_0").mkdir()
-    (root / "system.slice" / "job_7" / "step_0" / "memory.max").write_text("max\n")
-    assert memory.available_bytes() == 6 << 20
-    with_limit(root / "system.slice" / "job_7" / "step_0", 9, 4)
-    assert memory.available_bytes() == 5 << 20
-    with_limit(root, 4, 1)
-    assert memory.available_bytes() == 3 << 20
-
-
-def test_groups_of_version_1_count_under_their_own_names(machine):
-    (machine / "proc" / "meminfo").write_text(f"MemAvailable:   {64 << 10} kB\n")
-    (machine / "proc" / "self" / "cgroup").write_text("5:cpu,cpuacct:/other\n4:hugetlb,memory:/job/step:1\n0::/\n")
-    root = machine / "sys" / "fs" / "cgroup" / "memory"
-    with_limit(root, (1 << 63) - 4096 >> 20, 50, version=1)  # no limit
-    assert memory.available_bytes() == 64 << 20
-    with_limit(root / "other", 1, 1, version=1)
-    with_limit(root / "job", 40, 12, cached=2, version=1)
-    assert memory.available_bytes() == 30 << 20
-    with_limit(root / "job" / "step:1", 20, 12, cached=2, version=1)
-    assert memory.available_bytes() == 10 << 20
-
-
-def test_a_container_that_sees_its_own_group_as_the_root_has_its_limit(machine):
-    (machine / "proc" / "meminfo").write_text(f"MemAvailable:   {64 << 10} kB\n")
-    (machine / "proc" / "self" / "cgroup").write_text("4:memory:/docker/0123\n")
-    with_limit(machine / "sys" / "fs" / "cgroup" / "memory", 8, 3, version=1)
-    assert memory.available_bytes() == 5 << 20
 
 
 def test_swap_space_counts_before_something_is_refused(machine):

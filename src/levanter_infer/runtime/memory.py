@@ -3,10 +3,12 @@
 import contextlib
 import ctypes
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import jax
+
+from levanter_infer.runtime import control_groups
 
 _CPU_SHARE, _CPU_LIMIT_BYTES = 0.25, 2 << 30
 _HOST_SHARE = 0.25
@@ -45,42 +47,7 @@ def available_bytes() -> int:
     free = os.sysconf(pages) * os.sysconf("SC_PAGE_SIZE")
     with contextlib.suppress(OSError):  # the page cache counts as available
         free = _bytes_by_name(Path("/proc/meminfo")).get("MemAvailable", free)
-    return min([free, *_free_in_groups()])
-
-
-def _free_in_groups() -> Iterator[int]:
-    """Free memory of each control group (version 1 or 2) that this process is in and that has a limit: a container, a
-    job of a batch system, and all groups around it, whose limits hold too."""
-    mount = Path("/sys/fs/cgroup")
-    try:
-        lines = Path("/proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if not controllers:
-            root, limit, used, cached = mount, "memory.max", "memory.current", ""
-        elif "memory" in controllers.split(","):
-            root, limit, used, cached = mount / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"
-        else:
-            continue
-        group = root / path.lstrip("/")
-        # A container may see its own group as the root while the path is that of the host; the walk ends at the root.
-        for each in (group, *group.parents):
-            if not each.is_relative_to(root):
-                break
-            with contextlib.suppress(OSError, ValueError):  # not there, or no limit: "max"
-                size = int((each / limit).read_text()) - int((each / used).read_text())
-                yield size + _file_bytes(each / "memory.stat", cached)
-
-
-def _file_bytes(path: Path, prefix: str) -> int:
-    """Page cache among a control group's used memory, which the kernel drops when memory is needed."""
-    try:
-        lines = (line.split() for line in path.read_text().splitlines())
-        return sum(int(size) for name, size in lines if name in (f"{prefix}inactive_file", f"{prefix}active_file"))
-    except OSError:
-        return 0
+    return min([free, *control_groups.free_bytes()])
 
 
 def check_host_memory(what: str, needed: Mapping[str, int], remedy: str) -> None:

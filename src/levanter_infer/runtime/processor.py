@@ -1,10 +1,15 @@
-"""Name and features of the processor, from /proc/cpuinfo."""
+"""The processor: its name and features, from /proc/cpuinfo, and how many threads it has for this process."""
 
 import functools
+import math
+import os
 import platform
 from pathlib import Path
 
+from levanter_infer.runtime import control_groups
+
 _CPUINFO = Path("/proc/cpuinfo")
+_THREADS = "PJRT_NPROC"
 _FIELDS = ("vendor_id", "cpu family", "model", "model name", "stepping", "flags", "Features")
 
 
@@ -35,6 +40,21 @@ def features() -> str:
     if lines is None:
         return platform.processor()
     return next((line for line in lines if line.startswith(("flags", "Features"))), "")
+
+
+def limit_threads() -> int | None:
+    """Have XLA start as many threads as control groups give this process processors, if these are fewer than it may run
+    on; called before JAX has its first device. XLA asks for the latter alone: with a quota of 4 of 96 processors it
+    would start 96 threads, which the kernel then holds up together once their waiting has used up the quota.
+
+    Returns: the number of threads; None if it was left as it is, also where PJRT_NPROC or NPROC has one.
+    """
+    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quota = math.ceil(min(control_groups.processors(), default=count))
+    if quota >= count or not {_THREADS, "NPROC"}.isdisjoint(os.environ):
+        return None
+    os.environ[_THREADS] = str(quota)
+    return quota
 
 
 def _lines() -> list[str] | None:
