@@ -22,6 +22,7 @@ from levanter_infer import cli, fingerprint, keys
 from levanter_infer.batch.config import BatchRunConfig
 from levanter_infer.bench.__main__ import COMMANDS
 from levanter_infer.bench.__main__ import main as bench
+from levanter_infer.cli import common
 from levanter_infer.config import RunConfig
 from levanter_infer.plan.__main__ import PlanRunConfig
 
@@ -250,3 +251,10 @@ def test_bench_without_a_command_says_what_there_is(capsys):
         bench([])
     assert exit_.value.code == 2
     assert "COMMAND" in capsys.readouterr().err
+
+
+def test_a_command_limits_its_threads_before_it_runs(monkeypatch, capsys):
+    events = []
+    monkeypatch.setattr(common, "limit_threads", lambda: events.append("threads") or 2)
+    assert common.guarded(lambda: events.append("run") or 0) == 0
+    assert events == ["threads", "run"] and "PJRT_NPROC=2, the CPU quota" in capsys.readouterr().err

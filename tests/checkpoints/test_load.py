@@ -187,9 +187,9 @@ def test_weights_that_do_not_fit_into_memory_are_refused_before_anything_is_read
     directory = write()
     needed = sum(leaf.nbytes for leaf in jax.tree.leaves(load_model(directory)[0]))
     monkeypatch.setattr(memory, "_bytes_by_name", lambda _: {})  # no swap space
-    monkeypatch.setattr(memory, "available_bytes", lambda: needed)
+    monkeypatch.setattr(memory, "_machine_bytes", lambda: needed)
     load_model(directory)
-    monkeypatch.setattr(memory, "available_bytes", lambda: needed - 1)
+    monkeypatch.setattr(memory, "_machine_bytes", lambda: needed - 1)
     monkeypatch.setattr(load_module, "read_tensors", lambda *_: pytest.fail("read"))
     with pytest.raises(ValueError, match='the model does not fit into memory: .* give dtype="bfloat16", or'):
         load_model(directory)

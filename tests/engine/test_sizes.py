@@ -85,7 +85,7 @@ def test_sizes_that_make_no_sense_are_refused_by_name(sizes, message):
 
 
 def with_free_memory(monkeypatch, size: int) -> None:
-    monkeypatch.setattr(memory, "available_bytes", lambda: size)
+    monkeypatch.setattr(memory, "_machine_bytes", lambda: size)
     monkeypatch.setattr(memory, "_bytes_by_name", lambda _: {})  # no swap space
 
 

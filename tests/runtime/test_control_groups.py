@@ -39,6 +39,25 @@ def test_without_control_groups_there_is_no_limit(root):
     assert list(free_bytes()) == list(processors()) == []
 
 
+def test_a_system_that_does_not_say_the_group_has_the_limit_of_the_root(root):
+    limit(root, 8, 3)
+    assert list(free_bytes()) == [5]
+
+
+def test_lines_that_are_no_groups_are_passed_over(root):
+    (root / "own").write_bytes(b"\n7\n8:memory\n0::/a\xc2\x85b\xff\n")
+    limit(root, 8, 3)
+    (root / "memory.stat").write_text("inactive_file 1\n\nactive_file\tx y\n")
+    assert list(free_bytes()) == [6]
+
+
+def test_controllers_may_be_mounted_together_and_version_2_beside_them(root):
+    own(root, "3:cpu,cpuacct:/job\n0::/job\n")
+    write(root / "cpu,cpuacct" / "job", cpu__cfs_quota_us=200000, cpu__cfs_period_us=100000)
+    limit(root / "unified" / "job", 8, 3)
+    assert list(processors()) == [2.0] and list(free_bytes()) == [5]
+
+
 def test_the_limits_of_all_groups_around_the_process_count(root):
     """A job of a batch system: the limit is the job's, and the process is in a step of it."""
     own(root, "0::/slurm/job_7/step_0\n")

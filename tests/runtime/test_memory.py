@@ -99,6 +99,16 @@ def test_swap_space_counts_before_something_is_refused(machine):
         memory.check_host_memory("it", {"this": 8 << 20, "that": (1 << 20) + 1}, "go")
 
 
+def test_swap_space_does_not_count_beyond_the_limit_of_a_control_group(machine):
+    (machine / "proc" / "meminfo").write_text("MemAvailable:   8192 kB\nSwapFree:   8192 kB\n")
+    group = machine / "sys" / "fs" / "cgroup"
+    (group / "memory.current").write_text("0\n")
+    (group / "memory.max").write_text(f"{4 << 20}\n")
+    memory.check_host_memory("it", {"this": 4 << 20}, "go")
+    with pytest.raises(ValueError, match=r"and 4\.0 MiB are free"):
+        memory.check_host_memory("it", {"this": (4 << 20) + 1}, "go")
+
+
 def test_memory_of_this_process_is_that_of_the_system(machine):
     assert memory.process_bytes() == (0, 0)  # a system that does not say
     (machine / "proc" / "self" / "status").write_text("Name:\tx\nVmHWM:\t  30 kB\nVmRSS:\t  20 kB\n")

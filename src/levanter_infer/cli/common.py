@@ -17,13 +17,17 @@ from levanter_infer.io.terminal import one_line, say
 from levanter_infer.keys import hint_for
 from levanter_infer.runtime.aborts import LOST
 from levanter_infer.runtime.hosts import HostLost
+from levanter_infer.runtime.processor import limit_threads
 from levanter_infer.runtime.progress import lines_written_with
 
 
 def guarded(command: Callable[[], int]) -> int:
     """Run a command; returns its exit status. Errors go to standard error and become an exit status."""
+    threads = limit_threads()
     try:
         with _standard_streams(), lines_written_with(say):
+            if threads is not None:
+                say(f"threads   PJRT_NPROC={threads}, the CPU quota of this process's control group, rounded up")
             return _status(command)
     except BrokenPipeError:
         return 141

@@ -16,7 +16,6 @@ from levanter_infer.runtime.compile_cache import enable_compile_cache
 from levanter_infer.runtime.garbage_collection import gc_disabled
 from levanter_infer.runtime.hosts import Hosts, agree
 from levanter_infer.runtime.multihost import PER_HOST, joined
-from levanter_infer.runtime.processor import limit_threads
 from levanter_infer.runtime.progress import Lines, choose_display, stage
 
 if TYPE_CHECKING:
@@ -74,8 +73,6 @@ def make_engine(
     suggested = suggested_sampling(source)
 
     # Everything above answers before JAX is imported.
-    if threads := limit_threads():
-        say(f"threads   {threads}, as many processors as the control group of this process gets")
     with stage("importing JAX"):
         from jax.errors import JaxRuntimeError
 

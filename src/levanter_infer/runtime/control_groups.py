@@ -1,5 +1,5 @@
 """Limits of the control groups (cgroups, version 1 and 2) that this process is in: of a container, of a job of a batch
-system, and of all groups around them, whose limits hold too."""
+system, and of the groups around them that it can see, whose limits hold too."""
 
 import contextlib
 from collections.abc import Iterator
@@ -37,14 +37,18 @@ def processors() -> Iterator[float]:
 def _groups(controller: str) -> Iterator[tuple[int, Path]]:
     """Version and directory of the groups with this controller, the process's own first; none on other systems."""
     try:
-        lines = _OWN.read_text().splitlines()
+        text = _OWN.read_text(errors="surrogateescape")
     except OSError:
-        return
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if controllers and controller not in controllers.split(","):
+        text = "0::/"
+    for line in text.split("\n"):
+        controllers, colon, path = line.partition(":")[2].partition(":")
+        if not colon or (controllers and controller not in controllers.split(",")):
             continue
-        version, root = (1, _MOUNT / controller) if controllers else (2, _MOUNT)
+        version = 1 if controllers else 2
+        # Version 1 has a directory for each controller, or for several that are mounted together; beside it, version 2
+        # has one, too.
+        mounts = (controller, controllers) if controllers else ("unified", "")
+        root = next((_MOUNT / name for name in mounts if (_MOUNT / name).is_dir()), _MOUNT)
         group = root / path.lstrip("/")
         # A container may see its own group as the root while the path is that of the host; the walk ends at the root.
         for each in (group, *group.parents):
@@ -56,7 +60,7 @@ def _groups(controller: str) -> Iterator[tuple[int, Path]]:
 def _cached_bytes(path: Path, prefix: str) -> int:
     """Page cache of a group."""
     try:
-        lines = (line.split() for line in path.read_text().splitlines())
-        return sum(int(size) for name, size in lines if name in (f"{prefix}inactive_file", f"{prefix}active_file"))
+        lines = (line.partition(" ") for line in path.read_text().splitlines())
+        return sum(int(size) for name, _, size in lines if name in (f"{prefix}inactive_file", f"{prefix}active_file"))
     except OSError:
         return 0

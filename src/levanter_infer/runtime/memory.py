@@ -41,18 +41,23 @@ def default_host_bytes() -> int:
 
 
 def available_bytes() -> int:
-    """Memory available to this process: the smallest of the machine's and that of each control group that it is in."""
+    """Memory available to this process: the smallest of the machine's and that of each control group around it."""
+    return min([_machine_bytes(), *control_groups.free_bytes()])
+
+
+def _machine_bytes() -> int:
+    """Free memory of the machine."""
     # macOS counts no free pages.
     pages = "SC_AVPHYS_PAGES" if "SC_AVPHYS_PAGES" in os.sysconf_names else "SC_PHYS_PAGES"
     free = os.sysconf(pages) * os.sysconf("SC_PAGE_SIZE")
     with contextlib.suppress(OSError):  # the page cache counts as available
         free = _bytes_by_name(Path("/proc/meminfo")).get("MemAvailable", free)
-    return min([free, *control_groups.free_bytes()])
+    return free
 
 
 def check_host_memory(what: str, needed: Mapping[str, int], remedy: str) -> None:
     """Refuse what this machine cannot hold: it would be allocated, and the system would end the process once it is
-    written.
+    written. Swap space counts, but not beyond the limit of a control group.
 
     Args:
         what: the subject of the error, such as "the engine".
@@ -60,9 +65,10 @@ def check_host_memory(what: str, needed: Mapping[str, int], remedy: str) -> None
         remedy: what to do, for the error.
     Raises: ValueError
     """
-    free, total = available_bytes(), sum(needed.values())
+    free, total = _machine_bytes(), sum(needed.values())
     with contextlib.suppress(OSError):
         free += _bytes_by_name(Path("/proc/meminfo")).get("SwapFree", 0)
+    free = min([free, *control_groups.free_bytes()])
     if total > free:
         parts = ", ".join(f"{name} {gib(size)}" for name, size in needed.items() if size)
         raise ValueError(

@@ -1,4 +1,4 @@
-"""The processor: its name and features, from /proc/cpuinfo, and how many threads it has for this process."""
+"""The processor: its name and features, from /proc/cpuinfo, and how many threads XLA starts on it."""
 
 import functools
 import math
@@ -43,10 +43,11 @@ def features() -> str:
 
 
 def limit_threads() -> int | None:
-    """Have XLA start as many threads as control groups give this process processors, if these are fewer than it may run
-    on; called before JAX has its first device. XLA asks for the latter alone: with a quota of 4 of 96 processors it
-    would start 96 threads, which the kernel then holds up together once their waiting has used up the quota.
+    """Have XLA start no more threads than the CPU quota of this process's control groups has processors, rounded up.
+    XLA counts those that the process may run on: with a quota of 4 of 96 it would start 96 threads, which the system
+    then holds up together once their waiting has used up the quota.
 
+    Precondition: JAX has no device yet; later it has no effect. XLA has a thread for each forced device in any case.
     Returns: the number of threads; None if it was left as it is, also where PJRT_NPROC or NPROC has one.
     """
     count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
