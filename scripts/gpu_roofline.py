@@ -35,6 +35,7 @@ sys.path[:0] = [str(ROOT / "src")]
 
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
+from jax.experimental import pallas as pl  # noqa: E402
 
 from levanter_infer.bench import workload  # noqa: E402
 from levanter_infer.bench.report import provenance  # noqa: E402
@@ -174,7 +175,7 @@ def in_form(form: str) -> contextlib.AbstractContextManager:
                 tile = dict(keys=keys, warps=warps, stages=stages, min_turns=max(1, shortest // keys))
                 if least:
                     splits = -(-sizes["max_tokens"] // shortest)
-                    tile["splits"] = min(attention.MAX_SPLITS, 1 << (splits - 1).bit_length())
+                    tile["splits"] = min(attention.MAX_SPLITS, pl.next_power_of_2(splits))
                 return dataclasses.replace(decode, **tile), prefill
 
             return mock.patch.object(attention, "lanes", changed)

@@ -258,7 +258,6 @@ def test_interrupt_returns_130(command, monkeypatch):
 
 HEEDS_SIGINT = """
 import os, signal, sys
-from tests.tiers import nightly_but
 signal.signal(signal.SIGINT, signal.SIG_DFL)
 os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
 """

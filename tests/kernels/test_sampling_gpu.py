@@ -239,7 +239,6 @@ from jax.experimental import topologies
 from levanter_infer.plan.compiler import devices_of
 from levanter_infer.plan.targets import parse_target
 from tests.kernels.test_sampling_gpu import lowered
-from tests.tiers import nightly_but
 (device,) = devices_of(parse_target("h100"))
 for rows in (1, 8, 64, 256):
     for vocab in (32_000, 128_256, 151_936, 262_144):

@@ -11,6 +11,7 @@ from levanter_infer.batch.drive import Totals
 from levanter_infer.batch.input import InputShards
 from levanter_infer.batch.worker import Worker, input_of, open_worker, split_input
 from levanter_infer.io.terminal import say
+from levanter_infer.runtime.processor import limit_threads
 
 _SHARDS_AT_ONCE = 4
 """Shards per call of an actor, which goes from one to the next without a pause and drains at the end of the last."""
@@ -34,6 +35,7 @@ class ShardSampler:
         Returns: for each of them the rows that this actor has finished in this call, 0 for a shard finished before.
         """
         if self._worker is None or self._worker.engine is None:
+            limit_threads()  # an actor has a process of its own
             self._worker = open_worker(self._config, inputs=self._inputs)
         worker, numbers = self._worker, [int(number) for number in batch["shard"]]
         before = worker.job.committed()

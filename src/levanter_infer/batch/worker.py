@@ -30,7 +30,6 @@ from levanter_infer.io.terminal import say
 from levanter_infer.policies import Numerics
 from levanter_infer.runtime.hosts import Hosts, agree
 from levanter_infer.runtime.multihost import ONE_MESH
-from levanter_infer.runtime.processor import limit_threads
 
 if TYPE_CHECKING:
     from levanter_infer.checkpoints.tokenizer import Tokenizer
@@ -96,7 +95,6 @@ def open_worker(
     Raises: ValueError if the job began with another configuration, or for a fault of model, input or output;
         HostsDiffer.
     """
-    limit_threads()  # for an actor of Ray; a command has done so
     one_mesh = hosts if config.multihost.layout == ONE_MESH else None
     rank = config.batch.worker_index, config.batch.num_workers
     if hosts is not None and one_mesh is None:

@@ -5,7 +5,6 @@ from both from second to second, so that a limit counts only for what is measure
 """
 
 import dataclasses
-import os
 import statistics
 import time
 from collections import defaultdict
@@ -17,6 +16,7 @@ import numpy as np
 from levanter_infer.bench.report import summarize
 from levanter_infer.kernels.cpu import bindings as cpu
 from levanter_infer.kernels.cpu import huge_pages
+from levanter_infer.runtime.processor import usable_processors
 
 MEMORY_BYTES = 512 * 2**20
 """Bytes that are read to measure memory: several times what the last level of any cache at hand holds."""
@@ -70,7 +70,7 @@ class Probe:
         Args:
             memory_bytes: bytes that are read to measure memory.
         """
-        self.threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        self.threads = usable_processors()
         self._memory = huge_pages.empty((memory_bytes // cpu.READ_STEP * cpu.READ_STEP,), np.uint8)
         self._memory[:] = 1
         self._rates: dict[tuple[str, int], list[float]] = defaultdict(list)

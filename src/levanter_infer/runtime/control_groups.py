@@ -7,16 +7,18 @@ from pathlib import Path
 
 _MOUNT = Path("/sys/fs/cgroup")
 _OWN = Path("/proc/self/cgroup")
+_MEMORY_FILES = {
+    1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
+    2: ("memory.max", "memory.current", ""),
+}
+"""By version: of the limit, of what is used, and the prefix in memory.stat of counts that include inner groups."""
 
 
 def free_bytes() -> Iterator[int]:
     """Memory that each group with a limit leaves. The page cache counts as free: the kernel drops it when memory is
     needed."""
     for version, group in _groups("memory"):
-        limit, used, cached = (
-            ("memory.max", "memory.current", "") if version == 2
-            else ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
-        )  # fmt: skip
+        limit, used, cached = _MEMORY_FILES[version]
         with contextlib.suppress(OSError, ValueError):  # not there, or no limit: "max"
             free = int((group / limit).read_text()) - int((group / used).read_text())
             yield free + _cached_bytes(group / "memory.stat", cached)

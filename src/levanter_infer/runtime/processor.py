@@ -42,6 +42,11 @@ def features() -> str:
     return next((line for line in lines if line.startswith(("flags", "Features"))), "")
 
 
+def usable_processors() -> int:
+    """Processors that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def limit_threads() -> int | None:
     """Have XLA start no more threads than the CPU quota of this process's control groups has processors, rounded up.
     XLA counts those that the process may run on: with a quota of 4 of 96 it would start 96 threads, which the system
@@ -50,7 +55,7 @@ def limit_threads() -> int | None:
     Precondition: JAX has no device yet; later it has no effect. XLA has a thread for each forced device in any case.
     Returns: the number of threads; None if it was left as it is, also where PJRT_NPROC or NPROC has one.
     """
-    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    count = usable_processors()
     quota = math.ceil(min(control_groups.processors(), default=count))
     if quota >= count or not {_THREADS, "NPROC"}.isdisjoint(os.environ):
         return None
