@@ -57,6 +57,17 @@ is_ready() {
   return 1
 }
 
+# Installs $1 in editable form. uv takes less than half of pip's time, but reads no configuration of pip: where packages
+# come through a mirror that only pip knows of, pip installs them.
+install() {
+  local pip=("$venv_python" -m pip install --quiet --disable-pip-version-check --no-compile)
+  if "${pip[@]}" uv && "$venv_python" -m uv pip install --quiet --python "$venv_python" --editable "$1"; then
+    return
+  fi
+  echo "uv could not install it; trying pip" >&2
+  "${pip[@]}" --editable "$1"
+}
+
 use_venv() {
   local extras=$1 package=$repository${1:+"[$1]"}
   if is_ready "$extras"; then
@@ -66,7 +77,6 @@ use_venv() {
     make_venv
   fi
   echo "Installing levanter_infer and what it needs into $venv (once; a few minutes)" >&2
-  "$venv_python" -m pip install --quiet --disable-pip-version-check --no-compile --editable "$package" ||
-    fail "the installation failed; the message above says why. Nothing outside $venv was changed"
+  install "$package" || fail "the installation failed; the message above says why. Nothing outside $venv was changed"
   installed_from >"$venv/.installed-$extras"
 }

@@ -107,7 +107,14 @@ def uses(path: Path):
     """(line, dotted name) of every name that is used: called, passed on, or put before a function."""
     for node in ast.walk(parsed(path)):
         if isinstance(node, ast.Attribute | ast.Name):
-            yield node.lineno, ast.unparse(node)
+            yield node.lineno, dotted(node)
+
+
+def dotted(node: ast.expr) -> str:
+    """`ast.unparse`, in a hundredth of its time for names and their attributes, which most are."""
+    if isinstance(node, ast.Name):
+        return node.id
+    return f"{dotted(node.value)}.{node.attr}" if isinstance(node, ast.Attribute) else ast.unparse(node)
 
 
 def test_imports_go_strictly_down():

@@ -157,7 +157,7 @@ READERS = {
 }
 
 
-@pytest.mark.parametrize("reader", nightly_but(["pandas"], READERS))
+@pytest.mark.parametrize("reader", nightly_but([], READERS))
 def test_other_readers_put_the_files_together(tmp_path, reader):
     module = reader.split()[0]
     pytest.importorskip(module)

@@ -35,7 +35,8 @@ PAGES = 20
 def shared_engine():
     numerics = "batch_invariant" if cpu.available() else "default"
     sizes = dict(max_seqs=4, max_seq_len=64, page_size=4, max_pages=PAGES, max_step_tokens=16)
-    return InferenceEngine(tiny_model(), config=EngineConfig(**sizes, preempt="offload", numerics=numerics))
+    config = EngineConfig(**sizes, preempt="offload", numerics=numerics)
+    return InferenceEngine(tiny_model(), config=config, scoring=True)  # as in test_turns.py: compiled once for both
 
 
 @pytest.fixture

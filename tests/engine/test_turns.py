@@ -17,14 +17,14 @@ from levanter_infer.engine.request import Request
 from levanter_infer.engine.turns import Turns
 from levanter_infer.kernels.cpu import bindings as cpu
 from levanter_infer.runtime import progress
-from tests.tiny_models import tiny_model, uncached_greedy
+from tests.tiny_models import SIZES, tiny_model, uncached_greedy
 
 
 @pytest.fixture(scope="module")
 def engine():
     numerics = "batch_invariant" if cpu.available() else "default"
-    sizes = dict(max_seqs=8, max_seq_len=64, page_size=4, max_step_tokens=32)
-    return InferenceEngine(tiny_model(), config=EngineConfig(**sizes, numerics=numerics), scoring=True)
+    config = EngineConfig(**SIZES, max_pages=20, preempt="offload", numerics=numerics)
+    return InferenceEngine(tiny_model(), config=config, scoring=True)
 
 
 def request(seed: int) -> Request:
@@ -122,7 +122,7 @@ def test_calls_of_another_thread_are_told_who_uses_the_engine_and_disturb_nothin
     for name, call in CALLS.items():
         with pytest.raises(RuntimeError, match=rf"^{name}\(\) was called .* thread 'sampler' is in generate\(\)"):
             call(engine)
-    assert engine.stats()["rounds"] > 0 and engine.describe()["max_seqs"] == 8
+    assert engine.stats()["rounds"] > 0 and engine.describe()["max_seqs"] == 4
     assert busy.end()[0].completions[0].token_ids == alone
 
 

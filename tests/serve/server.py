@@ -23,7 +23,7 @@ MODEL = "models/tiny"
 
 def tiny_engine() -> InferenceEngine:
     model, tokenizer = load_model(MODEL)
-    config = EngineConfig(max_seqs=16, max_seq_len=64, page_size=4, max_step_tokens=64, max_logprobs=4)
+    config = EngineConfig(max_seqs=16, max_seq_len=256, page_size=4, max_step_tokens=64, max_logprobs=4)
     return InferenceEngine(model, tokenizer, config, scoring=True, constraints=True)
 
 

@@ -8,10 +8,9 @@ import httpx
 import openai
 import pytest
 
-from levanter_infer import EngineConfig, InferenceEngine, load_model
 from levanter_infer.policies import ToolCallParser
 from levanter_infer.serve.tool_calls import FORMATS, CallParser, ToolCall
-from tests.serve.server import MODEL, running
+from tests.serve.server import running, tiny_engine
 from tests.tiers import nightly_but
 
 HERMES, LLAMA, MISTRAL = ToolCallParser.HERMES, ToolCallParser.LLAMA3_JSON, ToolCallParser.MISTRAL
@@ -166,9 +165,7 @@ TWO += r'\n<tool_call>\{"name": "get-time", "arguments": \{\}\}</tool_call>'
 
 @pytest.fixture(scope="module")
 def engine():
-    model, tokenizer = load_model(MODEL)
-    config = EngineConfig(max_seqs=8, max_seq_len=256, page_size=4, max_step_tokens=64, max_logprobs=4)
-    return InferenceEngine(model, tokenizer, config, constraints=True)
+    return tiny_engine()
 
 
 @pytest.fixture

@@ -17,6 +17,9 @@ from jax import Array
 from levanter_infer.cache import by_pairs
 
 Module = TypeVar("Module")
+_FILL: dict = {"mode": "fill", "wrap_negative_indices": False}
+_DROP: dict = {"mode": "drop", "wrap_negative_indices": False}
+"""Indices are never negative: JAX would wrap them, with a comparison, an addition and a selection for each."""
 
 
 def full(shape, value, dtype=jnp.int32) -> Array:
@@ -31,7 +34,7 @@ def gather(array: Array, index, fill=None) -> Array:
     """
 
     def plain(array: Array, *indices: Array) -> Array:
-        return array.at[indices].get(mode="fill", fill_value=fill)
+        return array.at[indices].get(**_FILL, fill_value=fill)
 
     indices = tuple(map(jnp.asarray, index)) if isinstance(index, tuple) else (jnp.asarray(index),)
     if not by_pairs.compares(array, *indices):
@@ -44,7 +47,7 @@ def gather_along(array: Array, column: Array, fill=None) -> Array:
     """`array[i, column[i]]` for each row i of a table, and `fill` where a column is absent, as `gather`."""
 
     def plain(array: Array, column: Array) -> Array:
-        return array.at[jnp.arange(array.shape[0]), column].get(mode="fill", fill_value=fill)
+        return array.at[jnp.arange(array.shape[0]), column].get(**_FILL, fill_value=fill)
 
     if not by_pairs.compares(array, column, column):
         return plain(array, column)
@@ -56,7 +59,7 @@ def gather_together(columns: Mapping[str, Array], index: Array, fills: Mapping[s
     """`gather` of each of some columns [n] of 32 bits. Side by side they are rows, and a TPU takes a row in a tenth of
     the time that it takes for a number."""
     rows = jnp.stack([_as_type(column, jnp.int32) for column in columns.values()], axis=1)
-    found, exists = rows.at[index].get(mode="clip"), index < rows.shape[0]
+    found, exists = rows.at[index].get(mode="clip", wrap_negative_indices=False), index < rows.shape[0]
     of_column = {name: _as_type(found[:, i], column.dtype) for i, (name, column) in enumerate(columns.items())}
     return {name: jnp.where(exists, own, jnp.asarray(fills[name], own.dtype)) for name, own in of_column.items()}
 
@@ -112,13 +115,13 @@ class ShortRows:
 def scatter(array: Array, index, values) -> Array:
     """`array` with `values` at `index`; values of absent indices are dropped. Of a repeated index any value is kept, in
     other arrays perhaps another."""
-    return _written(array, index, values, by_pairs.scatter, lambda at, values: at.set(values, mode="drop"))
+    return _written(array, index, values, by_pairs.scatter, lambda at, values: at.set(values, **_DROP))
 
 
 def scatter_add(array: Array, index, values) -> Array:
     """`array` with `values` added at `index`; repeated indices count, absent ones are dropped."""
     add = by_pairs.scatter_add if jnp.issubdtype(array.dtype, jnp.integer) else None
-    return _written(array, index, values, add, lambda at, values: at.add(values, mode="drop"))
+    return _written(array, index, values, add, lambda at, values: at.add(values, **_DROP))
 
 
 def _written(array: Array, index, values, compared: Callable | None, plain: Callable) -> Array:
@@ -134,11 +137,11 @@ def _written(array: Array, index, values, compared: Callable | None, plain: Call
 
 
 def scatter_max(array: Array, index, values) -> Array:
-    return array.at[index].max(values, mode="drop")
+    return array.at[index].max(values, **_DROP)
 
 
 def scatter_min(array: Array, index, values) -> Array:
-    return array.at[index].min(values, mode="drop")
+    return array.at[index].min(values, **_DROP)
 
 
 def replace(module: Module, **fields) -> Module:

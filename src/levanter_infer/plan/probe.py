@@ -1,6 +1,5 @@
 """Measured memory bandwidth and matmul rate of this machine's processor."""
 
-import os
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -10,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from levanter_infer.decode.programs import compile_program
+from levanter_infer.runtime.processor import usable_processors
 
 _READ_BYTES = 1 << 28
 _ROWS, _WIDTH = 512, 2048
@@ -17,7 +17,7 @@ _ROWS, _WIDTH = 512, 2048
 
 def memory_gbps() -> float:
     """Memory bandwidth of all cores, in GB/s: a sum of numbers that are in no cache."""
-    threads = os.cpu_count() or 1
+    threads = usable_processors()
     parts = np.array_split(np.ones(_READ_BYTES // 4, np.float32), threads)
     with ThreadPoolExecutor(threads) as pool:
         return _READ_BYTES / _best_s(lambda: list(pool.map(np.add.reduce, parts))) / 1e9
