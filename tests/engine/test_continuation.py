@@ -1,6 +1,7 @@
 """Rollouts that were stopped go on in a later request, with the tokens that they would have had."""
 
 import dataclasses
+import functools
 
 import numpy as np
 import pytest
@@ -37,6 +38,23 @@ def test_a_sample_that_was_cut_draws_what_it_would_have_drawn(engine, undisturbe
         assert found.token_ids == whole.token_ids
         for name in ("logprobs", "processed_logprobs"):
             np.testing.assert_allclose(getattr(found, name), getattr(whole, name), atol=2e-5)
+
+
+def test_a_sample_may_be_cut_again_and_again(engine, undisturbed):
+    first = dataclasses.replace(WHOLE, max_tokens=4, min_tokens=4)
+    (output,) = engine.generate(Request(prompt_token_ids=IDS, sampling=first))
+    parts, index = [output.completions[2]], 2
+    for cut in (9, 13, 20):
+        request = continuation(output, index, WHOLE)
+        left = dataclasses.replace(request.sampling, max_tokens=cut - sum(len(part.token_ids) for part in parts))
+        assert request.sampling.max_tokens == 20 - sum(len(part.token_ids) for part in parts)
+        (output,) = engine.generate(dataclasses.replace(request, sampling=left))
+        parts, index = [*parts, output.completions[0]], 0
+    assert [len(part.token_ids) for part in parts] == [4, 5, 4, 7]
+    assert [token for part in parts for token in part.token_ids] == undisturbed[2].token_ids
+    assert functools.reduce(joined, parts).token_ids == undisturbed[2].token_ids
+    with pytest.raises(ValueError, match="sample 0 has 20 tokens, and max_tokens=20"):
+        continuation(output, 0, WHOLE)
 
 
 def test_a_rollout_that_was_aborted_goes_on_with_other_weights_and_names_both_versions(engine, undisturbed):

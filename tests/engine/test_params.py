@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
@@ -170,6 +171,38 @@ def test_parameters_can_be_replaced_and_copied():
     params = SamplingParams(top_k=3, stop=["a"], logit_bias={1: 2})
     assert dataclasses.replace(params, n=2) == SamplingParams(top_k=3, stop=["a"], logit_bias={1: 2}, n=2)
     assert copy.deepcopy(params) == params
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"logit_bias": {3: 1.5, 4: 2}},
+        {"json_schema": {"type": "object", "required": []}},
+        {"stop_token_ids": [[1, 2]]},
+    ],
+)
+def test_parameters_can_be_static_arguments_of_jit(changes):
+    twice = [SamplingParams(**changes), SamplingParams(**copy.deepcopy(changes))]
+    assert len(set(twice)) == 1 and len({*twice, SamplingParams(temperature=0.5)}) == 2
+    traced = []
+    program = jax.jit(lambda x, params: (traced.append(params), x)[1], static_argnums=1)
+    assert [int(program(1, each)) for each in twice] == [1, 1] and len(traced) == 1
+
+
+@pytest.mark.parametrize("schema", [{}, False, True])
+def test_a_schema_that_is_false_in_python_is_a_constraint(schema):
+    assert SamplingParams(json_schema=schema).is_constrained
+    with pytest.raises(ValueError, match="json_schema with num_beams=2: a search applies no constraint"):
+        SamplingParams(json_schema=schema, num_beams=2)
+
+
+def test_arrays_of_token_ids_are_lists_of_them():
+    params = SamplingParams(stop_token_ids=np.array([5, 6]), allowed_token_ids=np.array([7, 3]))
+    assert params == SamplingParams(stop_token_ids=[5, 6], allowed_token_ids=[3, 7])
+    assert all(type(token) is int for token in params.allowed_token_ids)
+    with pytest.raises(ValueError, match="stop_token_ids.0.=1.5: expected a token id"):
+        SamplingParams(stop_token_ids=np.array([1.5]))
 
 
 @pytest.mark.parametrize("name", ["stream", "tools", "response_format", "structured_outputs", "logits_processors"])

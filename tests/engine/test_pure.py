@@ -134,7 +134,10 @@ def test_eos_ends_a_sequence_and_padding_follows():
         ({"seeds": np.zeros((3,), np.uint32)}, r"expected \[batch, 2\]"),
         ({"config": EngineConfig(max_pages=1, page_size=4)}, "max_pages=1"),
         ({"config": EngineConfig(max_seq_len=10)}, "max_seq_len=10"),
-        ({"sampling": SamplingParams(logprobs=30)}, "max_logprobs"),
+        ({"sampling": SamplingParams(logprobs=3)}, "logprobs=3: the likeliest tokens come from InferenceEngine only"),
+        ({"eos_token_ids": (1000,)}, r"eos_token_ids=\(1000,\): expected token ids below .* size of 61"),
+        ({"eos_token_ids": (-1,)}, r"eos_token_ids=\(-1,\): expected token ids"),
+        ({"eos_token_ids": True}, "eos_token_ids=True: expected token ids"),
     ],
 )
 def test_what_it_cannot_do_is_refused(change, message):
@@ -142,6 +145,12 @@ def test_what_it_cannot_do_is_refused(change, message):
     arguments = {"prompt_lens": lens, "sampling": SamplingParams(max_tokens=8), **change}
     with pytest.raises(ValueError, match=message):
         generate(tiny_model(), prompts, **arguments)
+
+
+@pytest.mark.parametrize("shape", [(0, 3), (2, 0)])
+def test_a_batch_without_tokens_is_refused(shape):
+    with pytest.raises(ValueError, match="expected prompts, of at least one token each"):
+        generate(tiny_model(), np.zeros(shape, np.int32), np.zeros(shape[0], np.int32), SamplingParams(max_tokens=8))
 
 
 def test_bits_that_depend_on_how_xla_compiles_are_not_promised():

@@ -168,6 +168,45 @@ def test_only_what_was_submitted_can_be_cancelled(engine, wrong):
     assert group.sequences[0].finish_reason == "length"
 
 
+@pytest.mark.parametrize("call", ["spill_to_host", "prefetch"])
+def test_only_samples_can_be_offloaded(engine, call):
+    group = engine.submit("a", GREEDY)
+    for wrong in (group, None):
+        with pytest.raises(TypeError, match=rf"{call} was given .*; expected a sample of what submit\(\) returned"):
+            getattr(engine, call)(wrong)
+    engine.drain()
+    assert group.output().completions[0].finish_reason == "length"
+
+
+def test_a_request_that_goes_on_has_no_output_yet(engine):
+    group = engine.submit("a", GREEDY)
+    with pytest.raises(RuntimeError, match=r"has not ended; call engine.step_round\(\) until request.is_done"):
+        group.output()
+    engine.drain()
+    assert group.output().error is None
+
+
+def test_a_prepared_request_that_was_cancelled_is_not_submitted(engine):
+    prepared = engine.prepare(Request("a", id="q"))
+    engine.cancel(prepared)
+    with pytest.raises(ValueError, match="request 'q' was cancelled; prepare it again"):
+        engine.submit(prepared)
+
+
+def test_outputs_are_equal_if_all_of_their_numbers_are(engine):
+    sampling = SamplingParams(max_tokens=5, seed=3, n=2)
+    first, second = (engine.generate(Request("hello", sampling=sampling, id="a"))[0] for _ in range(2))
+    second = dataclasses.replace(second, num_cached_tokens=first.num_cached_tokens)
+    assert first == second and first.completions == second.completions and first.completions[0] != first.completions[1]
+    completion = second.completions[1]
+    for field in ("logprobs", "token_versions"):
+        changed = dataclasses.replace(completion, **{field: getattr(completion, field) + 1})
+        assert changed != completion and dataclasses.replace(second, completions=[completion, changed]) != second
+    scored = dataclasses.replace(first, prompt_logprobs=np.array([np.nan, 1], np.float32))
+    assert scored == dataclasses.replace(scored, prompt_logprobs=scored.prompt_logprobs.copy())
+    assert scored != first and first != scored and first != 3
+
+
 # Chats
 
 CHAT = [{"role": "user", "content": "hello"}]

@@ -141,6 +141,20 @@ def test_calls_while_asleep_say_so_by_name_and_cancel_works(engine):
     assert all(len(each.sequences[0].token_ids) == 12 for each in waiting[1:])
 
 
+def test_an_update_that_sends_the_engine_to_sleep_ends_its_call_and_no_other(engine):
+    (output,) = engine.generate([request(text(6))], on_update=lambda *_: engine.sleep())
+    assert output.completions[0].finish_reason == "length"  # sleep reads the round in flight
+    engine.wake()
+    other = engine.submit(request(text(5), temperature=0.0))
+    several = [request(text(6), max_tokens=40) for _ in range(9)]
+    with pytest.raises(RuntimeError, match=r"step_round\(\) was called while the engine sleeps.*call wake\(\)"):
+        engine.generate(several, on_update=lambda *_: engine.sleep())
+    engine.wake()
+    engine.drain()
+    assert sampled([other]) == [uncached_greedy(tiny_model(), text(5), 12)]
+    assert other.sequences[0].finish_reason == "length"
+
+
 @pytest.mark.parametrize("ends", ["next", "close"])
 def test_an_iterator_over_results_that_meets_a_sleeping_engine_cancels_the_rest(engine, ends):
     prompts = [request(text(5), max_tokens=1), *(request(text(9, seed=i), max_tokens=40) for i in range(9))]

@@ -24,7 +24,7 @@ import numpy as np
 from levanter_infer.engine.engine import InferenceEngine
 from levanter_infer.engine.metrics import Registry
 from levanter_infer.engine.params import SamplingParams
-from levanter_infer.engine.request import Request, RequestOutput, as_request, first_and_last, refused
+from levanter_infer.engine.request import Request, RequestOutput, as_request, equal_fields, first_and_last, refused
 from levanter_infer.engine.request_state import RequestState, SampleState
 from levanter_infer.engine.wait_time import WaitTime
 from levanter_infer.policies import FinishReason
@@ -41,10 +41,14 @@ class QueueFull(RuntimeError):
 
     def __init__(self, max_waiting: int, retry_after: float):
         super().__init__(f"the queue of {max_waiting} requests (max_waiting) is full; try again in {retry_after:.2f} s")
+        self.max_waiting = max_waiting
         self.retry_after = retry_after
 
+    def __reduce__(self):
+        return type(self), (self.max_waiting, self.retry_after)
 
-@dataclasses.dataclass(frozen=True)
+
+@dataclasses.dataclass(frozen=True, eq=False)
 class Update:
     """Output of one sample of a request since its last update. Deltas that have not been read yet are merged."""
 
@@ -67,6 +71,8 @@ class Update:
     stop_reason: str | int | tuple[int, ...] | None = None
     output: RequestOutput | None = None
     """Set in the last update of the whole request; a refused request has this one only, with `output.error`."""
+
+    __eq__ = equal_fields
 
     @property
     def version_range(self) -> tuple[int, int] | None:

@@ -12,7 +12,8 @@ def continuation(output: RequestOutput, index: int, sampling: SamplingParams, **
     """The request that goes on with sample `index` of `output` where it was stopped (by "abort" or "length").
 
     Its prompt is the prompt and the tokens so far, and it draws the random numbers that the sample would have drawn
-    had it not been stopped. `sampling.max_tokens` and `min_tokens` count from the first token of the whole sample.
+    had it not been stopped. `sampling.max_tokens` and `min_tokens` count from the first token of the whole sample. The
+    output may itself be that of a continuation.
 
     Args:
         sampling: that of the first request.
@@ -26,7 +27,7 @@ def continuation(output: RequestOutput, index: int, sampling: SamplingParams, **
             f'sample {index} has ended by itself ("{done.finish_reason}"); only "abort" and "length" go on'
         )
     _check_goes_on(sampling)
-    count = len(done.token_ids)
+    count = output.num_continued_tokens + len(done.token_ids)
     if count >= sampling.max_tokens:
         raise ValueError(f"sample {index} has {count} tokens, and max_tokens={sampling.max_tokens}; raise it to go on")
     sampling = dataclasses.replace(
@@ -38,7 +39,8 @@ def continuation(output: RequestOutput, index: int, sampling: SamplingParams, **
         min_tokens=max(sampling.min_tokens - count, 0),
     )
     ids = [*output.prompt_token_ids, *done.token_ids]
-    return Request(prompt_token_ids=ids, sampling=sampling, first_sample=done.index, **fields)
+    first = output.first_sample + done.index
+    return Request(prompt_token_ids=ids, sampling=sampling, first_sample=first, num_continued_tokens=count, **fields)
 
 
 def joined(before: Completion, after: Completion) -> Completion:

@@ -31,12 +31,17 @@ from levanter_infer.engine.request import (
     Request,
     RequestOutput,
     as_request,
-    as_requests,
     as_sequences,
     names_are_checked,
-    refused,
 )
-from levanter_infer.engine.request_state import RequestState, SampleState, check_submitted, checked_prepared, counts
+from levanter_infer.engine.request_state import (
+    RequestState,
+    SampleState,
+    check_sample,
+    check_submitted,
+    checked_prepared,
+    counts,
+)
 from levanter_infer.engine.round_loop import RoundLoop
 from levanter_infer.engine.runner import Runner
 from levanter_infer.engine.scheduler import Scheduler
@@ -245,7 +250,7 @@ class InferenceEngine:
         Raises: ValueError if `prompts` or `sampling` as a whole is of another form; TypeError for an unknown name, with
             the nearest known one. Nothing has run then.
         """
-        made = self._states(prompts, sampling)
+        made = self._intake.states(prompts, sampling)
         with sampling_progress(progress, on_update) as update:
             self._serve([each for each in made if isinstance(each, RequestState)], update)
         return [each.output() if isinstance(each, RequestState) else each for each in made]
@@ -264,7 +269,7 @@ class InferenceEngine:
         Raises: as `generate`, with the first `next`.
         """
         with self._turns.taken("as_completed", self._is_in_progress, waits=True):
-            made = self._states(prompts, sampling)
+            made = self._intake.states(prompts, sampling)
             yield from (each for each in made if isinstance(each, RequestOutput))
             pending = [each for each in made if isinstance(each, RequestState)]
             if not pending:
@@ -279,28 +284,11 @@ class InferenceEngine:
                     pending = [request for request in pending if not request.is_done] if ended else pending
                     yield from (request.output() for request in ended)
             except BaseException as error:
-                if isinstance(error, GeneratorExit) or self.is_asleep:
-                    for request in pending:
-                        self.cancel(request)
-                else:
-                    self.reset()
+                self._give_up(pending, keep_others=isinstance(error, GeneratorExit))
                 raise
             finally:
                 if not self.is_asleep and all(request.is_done for request in self._scheduler.requests()):
                     self.drain()
-
-    def _states(self, prompts, sampling) -> list[RequestState | RequestOutput]:
-        """The request of each prompt, or the output that refuses it."""
-        made: list[RequestState | RequestOutput] = []
-        for i, request in enumerate(as_requests(prompts, sampling)):
-            if isinstance(request, ValueError):
-                made.append(refused(None, str(i), str(request)))
-                continue
-            try:
-                made.append(self._intake.request_state(request, str(i)))
-            except ValueError as error:
-                made.append(refused(request, str(i), str(error)))
-        return made
 
     @waits_for_turn
     @awake
@@ -341,8 +329,16 @@ class InferenceEngine:
             self._rounds.submit(requests)
             self._run(requests, on_update)
         except BaseException:
-            self.reset()  # what was running is lost to its caller; the engine stays usable
+            self._give_up(requests)
             raise
+
+    def _give_up(self, requests: Sequence[RequestState], *, keep_others: bool = False) -> None:
+        """End requests whose caller gets no result of them; the engine stays usable. Unless `keep_others`, or the
+        engine sleeps, all others end too: what a round that failed has left is not known."""
+        if not keep_others and not self.is_asleep:
+            return self.reset()
+        for request in requests:
+            self.cancel(request)
 
     def _prepare(self, requests: Sequence[RequestState]) -> None:
         """Give requests that are about to be queued their roots, and compile what they need: never for one that was
@@ -371,7 +367,8 @@ class InferenceEngine:
             self.step_round()
             if on_update is not None:
                 on_update(lambda: counts(requests, total))
-        self.drain()
+        if not self.is_asleep:  # `on_update` may have put it to sleep
+            self.drain()
 
     @exclusive
     @awake
@@ -552,7 +549,7 @@ class InferenceEngine:
                 "spill_to_host moves pages of one device, and the mesh of this engine has "
                 f"{self.backend.layout.mesh.size}; leave it out"
             )
-        check_submitted("spill_to_host", sequence.request, self._scheduler)
+        check_sample("spill_to_host", sequence, self._scheduler)
         self._rounds.pause()
         return self._rounds.offload.swap_out(sequence)
 
@@ -566,6 +563,7 @@ class InferenceEngine:
 
         Raises: ValueError if it is not in host memory.
         """
+        check_sample("prefetch", sequence, self._scheduler)
         self._rounds.pause()
         self._rounds.offload.prefetch(sequence)
 

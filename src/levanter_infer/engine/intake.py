@@ -11,7 +11,7 @@ from levanter_infer.decode.shapes import ConstraintShapes, Shapes
 from levanter_infer.engine.config import EngineConfig
 from levanter_infer.engine.constraints import check_fits, constraint_shapes, wanted
 from levanter_infer.engine.params import SamplingParams, brief, derive_seed, stop_sequences
-from levanter_infer.engine.request import Request
+from levanter_infer.engine.request import Request, RequestOutput, as_requests, refused
 from levanter_infer.engine.request_state import RequestState, SampleState
 from levanter_infer.engine.text import IncrementalDecoder, StopMatcher
 from levanter_infer.engine.validation import RequestLimits, sampling_of, validate, validate_id, validate_prompt_len
@@ -55,6 +55,19 @@ class Intake:
         self._roots.clear()
         self._num_roots = 0
 
+    def states(self, prompts, sampling) -> list[RequestState | RequestOutput]:
+        """The state of the request of each prompt, or the output that refuses it. Args: as of `as_requests`."""
+        made: list[RequestState | RequestOutput] = []
+        for i, request in enumerate(as_requests(prompts, sampling)):
+            if isinstance(request, ValueError):
+                made.append(refused(None, str(i), str(request)))
+                continue
+            try:
+                made.append(self.request_state(request, str(i)))
+            except ValueError as error:
+                made.append(refused(request, str(i), str(error)))
+        return made
+
     def request_state(self, request: Request, default_id: str) -> RequestState:
         """The state of a request, with the samples that serve it; its `root` is that of when it is queued, and another
         call. Any thread may call this.
@@ -80,6 +93,7 @@ class Intake:
             priority=request.priority,
             timeout_s=request.timeout_s,
             first_sample=request.first_sample,
+            num_continued_tokens=request.num_continued_tokens,
             automaton=constraint.automaton,
         )
         hidden = None if params.skip_special_tokens else self._endings(params)
@@ -100,7 +114,7 @@ class Intake:
             return Constraint()
         asked = wanted(params)
         found = self._compiler.compile(asked)
-        names = ", ".join(name for name, value in asked._asdict().items() if value)
+        names = ", ".join(name for name, value in asked._asdict().items() if value not in (None, ()))
         check_fits(found, self._constraint_shapes(), names)
         if found.automaton is not None:
             found.automaton.masks  # noqa: B018  # computed here, beside the rounds, and not when it gets its place

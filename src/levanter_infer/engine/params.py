@@ -238,6 +238,11 @@ class SamplingParams:
         if self.max_tokens == 0 and self.num_sequences > 1:
             raise ValueError("max_tokens=0 generates nothing to choose from; leave out n and best_of")
 
+    def __hash__(self) -> int:
+        """So that they can be a static argument of `jit`. Of mappings the keys count, which equal ones share."""
+        values = (getattr(self, field.name) for field in dataclasses.fields(self))
+        return hash(tuple(frozenset(value) if isinstance(value, Mapping) else value for value in values))
+
     @property
     def is_constrained(self) -> bool:
         """Whether the tokens that may follow depend on what has been sampled, or are listed."""
@@ -379,7 +384,7 @@ def _check_beams(params: SamplingParams) -> None:
         raise ValueError(f"prompt_logprobs with {search}: ask for them in a request without a search")
     if params.is_constrained:
         names = (*_OF_TEXT, "allowed_token_ids", "bad_words")
-        name = next(name for name in names if getattr(params, name))
+        name = next(name for name in names if getattr(params, name) not in (None, ()))
         raise ValueError(f"{name} with {search}: a search applies no constraint; sample, or leave it out")
     if params.return_routed_experts:
         raise ValueError(f"return_routed_experts with {search}: ask for them in a request without a search")
@@ -469,6 +474,8 @@ def _stop_sequences(sequences: object) -> tuple[tuple[int, ...], ...]:
 def _entries(name: str, value: object, expected: str) -> Sequence:
     if value is None:
         return ()
+    if getattr(value, "ndim", None) == 1:  # an array of numbers
+        value = value.tolist()  # type: ignore[attr-defined]
     if isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
         try:
             if len(value) <= _MAX_ENTRIES:

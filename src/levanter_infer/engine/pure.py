@@ -2,7 +2,8 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from numbers import Integral
 from typing import Any, TypeVar, cast
 
 import equinox as eqx
@@ -19,7 +20,7 @@ from levanter_infer.decode.state import empty_cache
 from levanter_infer.engine.admission import SamplingColumns
 from levanter_infer.engine.backend_choice import BackendChoice
 from levanter_infer.engine.config import EngineConfig
-from levanter_infer.engine.params import SamplingParams
+from levanter_infer.engine.params import SamplingParams, brief
 from levanter_infer.engine.sizes import kv_dtype, resolve_shapes
 from levanter_infer.engine.tile_search import check_given_tiles
 from levanter_infer.engine.validation import RequestLimits, validate_sampling
@@ -69,9 +70,9 @@ def generate(
         seeds: u32[batch, 2], the high and low word of each prompt's seed, may be traced. Default: `sampling.seed`
             plus the prompt's place in this call, or the place alone.
         eos_token_ids: tokens that end a sequence, unless `sampling.ignore_eos`.
-    Raises: ValueError for sizes that contradict each other, under `vmap`, and under a `shard_map` that checks which
-        arrays vary. Values inside traced arrays are not checked: a token id
-        out of range gives an undefined continuation of that prompt; lengths are clipped to 1 … `length`.
+    Raises: ValueError for sizes that contradict each other, for parameters that need a host, under `vmap`, and under a
+        `shard_map` that checks which arrays vary. Values inside traced arrays are not checked: a token id out of range
+        gives an undefined continuation of that prompt; lengths are clipped to 1 … `length`.
     """
     _refuse_sharded(model)
     params, config, model = sampling or SamplingParams(), config or EngineConfig(), from_levanter(model)
@@ -88,6 +89,9 @@ def generate(
             f"prompt_token_ids has shape {prompts.shape} and prompt_lens {lens.shape}; expected [batch, length] "
             "and [batch]"
         )
+    if 0 in prompts.shape:
+        raise ValueError(f"prompt_token_ids has shape {prompts.shape}: expected prompts, of at least one token each")
+    eos_token_ids = _checked_eos(eos_token_ids, model.vocab.size)
     _refuse_what_needs_a_host(params, config)
     backend = BackendChoice.choose(config, model, has_mods=score_mod is not None or mask_mod is not None)
     if backend.required_options:
@@ -196,6 +200,11 @@ def _refuse_what_needs_a_host(params: SamplingParams, config: EngineConfig) -> N
         raise ValueError(f"best_of={params.best_of} is for InferenceEngine; sample n={params.best_of} and choose")
     if params.stop:
         raise ValueError("stop strings need a host; use stop_token_ids, or InferenceEngine")
+    if params.logprobs:
+        raise ValueError(
+            f"logprobs={params.logprobs}: the likeliest tokens come from InferenceEngine only; use 0, which gives the "
+            "log probabilities of the sampled tokens"
+        )
     if params.prompt_logprobs is not None:
         raise ValueError("prompt_logprobs come from InferenceEngine only; leave it out, or use InferenceEngine.score")
     if params.is_constrained:
@@ -207,6 +216,16 @@ def _refuse_what_needs_a_host(params: SamplingParams, config: EngineConfig) -> N
         raise ValueError("return_routed_experts is for InferenceEngine; leave it out here")
     if config.preempt == PreemptionPolicy.OFFLOAD:
         raise ValueError('engine.preempt="offload" needs a host; use "recompute", or InferenceEngine')
+
+
+def _checked_eos(given, vocab_size: int) -> tuple[int, ...]:
+    ids = tuple(given) if isinstance(given, Sequence) and not isinstance(given, str | bytes) else (given,)
+    for token in ids:
+        if isinstance(token, bool) or not isinstance(token, Integral) or not 0 <= int(token) < vocab_size:
+            raise ValueError(
+                f"eos_token_ids={brief(given)}: expected token ids below the model's vocabulary size of {vocab_size}"
+            )
+    return tuple(int(token) for token in ids)
 
 
 def _shapes(

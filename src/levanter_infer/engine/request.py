@@ -73,6 +73,9 @@ class Request:
     first_sample: int = 0
     """Index of the first sample in its random numbers, 0 to 2^30: a request of one sample with the seed of another
     request and this index draws what that sample of the other one draws at the same positions (`continuation`)."""
+    num_continued_tokens: int = 0
+    """How many of the last prompt tokens earlier parts of the sample have generated (`continuation`). They are prompt
+    tokens in all respects; the output says the number again, for a further continuation."""
     id: str | None = None
     """Names the request in outputs, and its random numbers if it has no seed; up to 4096 characters. Default: its
     position in the list."""
@@ -95,7 +98,22 @@ NO_TOKEN = (
 )
 
 
-@dataclasses.dataclass(repr=False)
+def equal_fields(one: object, other: object) -> bool:
+    """`__eq__` of a dataclass whose fields may be NumPy arrays, which are equal if all of their numbers are: NaN equals
+    NaN, as it marks positions without a number."""
+    if type(one) is not type(other):
+        return NotImplemented
+    pairs = [(getattr(one, field.name), getattr(other, field.name)) for field in dataclasses.fields(one)]  # type: ignore[arg-type]
+    return all(_is_equal(*pair) for pair in pairs)
+
+
+def _is_equal(one: object, other: object) -> bool:
+    if isinstance(one, np.ndarray) and isinstance(other, np.ndarray):
+        return np.array_equal(one, other, equal_nan=one.dtype.kind == other.dtype.kind == "f")
+    return not isinstance(one, np.ndarray) and not isinstance(other, np.ndarray) and one == other
+
+
+@dataclasses.dataclass(repr=False, eq=False)
 class Completion:
     """One sampled continuation of a request."""
 
@@ -113,7 +131,8 @@ class Completion:
     top_logprobs: list[dict[int, float]] | None
     """Per generated token the likeliest tokens and their log probability under the model, when asked for."""
     seed: int
-    """The seed that was used; with `index` it reproduces the sample."""
+    """The seed that was used. With it, the output's `first_sample` plus `index` as `first_sample`, and `n=1`, a request
+    of the same prompt draws this sample again."""
     token_versions: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, np.int32))
     """i32, one per generated token: the version of the weights that it was sampled with (`swap_weights`)."""
     score: float | None = None
@@ -126,6 +145,8 @@ class Completion:
     None for an end-of-sequence token that is not among them, and for other reasons than "stop"."""
     error: str | None = None
     """Why it ended in "error": `NOT_FINITE`, `NO_TOKEN` or the error of its grammar. None for other reasons."""
+
+    __eq__ = equal_fields
 
     @property
     def cumulative_logprob(self) -> float:
@@ -146,7 +167,7 @@ class Completion:
         return f"Completion(index={self.index}, {_fields(shown)}, {ids})"
 
 
-@dataclasses.dataclass(repr=False)
+@dataclasses.dataclass(repr=False, eq=False)
 class RequestOutput:
     """The result of a request: its completions, or the error that refused it."""
 
@@ -165,6 +186,12 @@ class RequestOutput:
     """Prompt tokens whose keys and values were found by prefix caching when the request first reached them, so that it
     did not compute them; whole pages. What it computes again, or finds again, after a preemption does not count. Its
     `n` samples share one computation of the prompt, which is no caching. None for a refused request."""
+    first_sample: int = 0
+    """That of the request."""
+    num_continued_tokens: int = 0
+    """That of the request."""
+
+    __eq__ = equal_fields
 
     def __repr__(self) -> str:
         shown: dict[str, object] = {"id": _Text(self.id)}

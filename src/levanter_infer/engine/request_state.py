@@ -15,7 +15,7 @@ from levanter_infer.structured.automaton import TokenAutomaton
 from levanter_infer.structured.guide import Guide
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class PromptScores:
     """Log probabilities of the prompt tokens after the first."""
 
@@ -192,6 +192,7 @@ class RequestState:
     """Tokens, prompt included, at which a sample ends."""
     cache_salt: str | None = None
     first_sample: int = 0
+    num_continued_tokens: int = 0
     root: int = DEFAULT_ROOT
     """Root in the prefix table, for salt and version of the weights from its submission on: requests of one root share
     pages."""
@@ -239,7 +240,12 @@ class RequestState:
         return ended and not self.awaits_scores and not any(s.awaits_routes for s in self.sequences)
 
     def output(self) -> RequestOutput:
-        """The public result. Requires: `is_done`."""
+        """The public result. Raises: RuntimeError unless `is_done`."""
+        if not self.is_done:
+            raise RuntimeError(
+                f"request {brief(self.id)} has not ended; call engine.step_round() until request.is_done, or "
+                "engine.drain()"
+            )
         scores, wanted = self.prompt_scores, self.params.prompt_logprobs
         top = None
         if scores is not None and wanted:
@@ -253,6 +259,8 @@ class RequestState:
             prompt_logprobs=None if scores is None else scores.logprobs,
             prompt_top_logprobs=top,
             num_cached_tokens=self.num_cached_tokens,
+            first_sample=self.first_sample,
+            num_continued_tokens=self.num_continued_tokens,
         )
 
     @property
@@ -288,11 +296,23 @@ def check_submitted(call: str, request, scheduler) -> None:
         )
 
 
+def check_sample(call: str, sequence, scheduler) -> None:
+    """Raises: TypeError for what is no sample of a request, ValueError for one of another engine."""
+    if not isinstance(sequence, SampleState):
+        raise TypeError(
+            f"{call} was given {brief(sequence)} ({type(sequence).__name__}); expected a sample of what submit() "
+            f"returned: request = engine.submit(...), and then engine.{call}(request.sequences[0])"
+        )
+    check_submitted(call, sequence.request, scheduler)
+
+
 def checked_prepared(request: RequestState, scheduler) -> RequestState:
-    """A request of `prepare`. Raises: ValueError for one of another engine, or one that was submitted already."""
+    """A request of `prepare`. Raises: ValueError for one of another engine, or that was submitted or cancelled."""
     check_submitted("submit", request, scheduler)
     if request.rank is not None:
         raise ValueError(f"request {brief(request.id)} was submitted already; prepare it again")
+    if request.is_done:
+        raise ValueError(f"request {brief(request.id)} was cancelled; prepare it again")
     return request
 
 

@@ -73,7 +73,8 @@ def validate(request: Request, limits: RequestLimits) -> Request:
     validate_sampling(params, limits)
     _check_capacity(params, len(ids), limits)
     _check_salt(request.cache_salt)
-    _check_first_sample(request.first_sample)
+    _check_whole("first_sample", request.first_sample, _MOST_BEFORE)
+    _check_whole("num_continued_tokens", request.num_continued_tokens, len(ids) - 1)
     return dataclasses.replace(
         request,
         prompt_token_ids=ids,
@@ -89,9 +90,9 @@ def validate_id(given) -> None:
         raise ValueError(f"id={brief(given)}: expected a string of up to {MAX_ID_CHARS} characters")
 
 
-def _check_first_sample(given) -> None:
-    if isinstance(given, bool) or not isinstance(given, int) or not 0 <= given <= _MOST_BEFORE:
-        raise ValueError(f"first_sample={brief(given)}: expected a whole number from 0 to {_MOST_BEFORE}")
+def _check_whole(name: str, given, most: int) -> None:
+    if isinstance(given, bool) or not isinstance(given, int) or not 0 <= given <= most:
+        raise ValueError(f"{name}={brief(given)}: expected a whole number from 0 to {most}")
 
 
 def sampling_of(request: Request) -> SamplingParams:
