@@ -210,6 +210,13 @@ def test_override_that_is_no_yaml_is_named(key, text):
     assert len(str(error.value)) < 600
 
 
+@pytest.mark.parametrize("text", ["null", "", "~"])
+@pytest.mark.parametrize("section", ["mesh", "engine", "sampling"])
+def test_an_empty_section_has_its_defaults(section, text):
+    base = [("model", "m"), ("prompts", "x")]
+    assert load_config(None, [*base, (section, text)]) == load_config(None, base)
+
+
 def test_unreadable_configuration_is_named(tmp_path):
     with pytest.raises(ValueError, match="cannot read the configuration .*nope.yaml: No such file"):
         load_config(tmp_path / "nope.yaml")

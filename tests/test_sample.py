@@ -366,6 +366,19 @@ def test_completions_are_not_asked_of_a_closed_standard_output(checkpoint, one_e
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
+def test_full_disk_behind_standard_error_is_a_status():
+    line = f"{sys.executable} -m levanter_infer.sample --model no/such/model --prompts x 2> /dev/full"
+    assert subprocess.run(["bash", "-c", line], capture_output=True, cwd=ROOT).returncode == 2
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl.gz", "rows.parquet"])
+def test_files_of_batches_are_refused_by_name(tmp_path, capsys, name):
+    (tmp_path / name).write_bytes(b"x")
+    assert sample.main(["--model", "models/tiny", "--prompts_file", str(tmp_path / name)]) == 2
+    assert f"levanter_infer.batch reads .{name.rsplit('.')[-1]}; expected .jsonl" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
 def test_full_disk_behind_standard_output_is_reported():
     line = f"{sys.executable} -m levanter_infer.sample --help > /dev/full"
     result = subprocess.run(["bash", "-c", line], capture_output=True, text=True, cwd=ROOT)

@@ -161,11 +161,11 @@ def load_config(
     Raises: ValueError naming the file or key that is wrong.
     """
     content = {} if path is None else _read_yaml(Path(path))
-    content = {key: value for key, value in content.items() if value is not None}  # a key with nothing behind it
     for name, key in _SHORT.items():
         if isinstance(content.get(name), str):
             content[name] = {key: content[name]}
     _apply_overrides(content, overrides)
+    content = {key: value for key, value in content.items() if value is not None}  # a key with nothing behind it
     check_keys(content, [f.name for f in dataclasses.fields(kind)], "")
     if "model" not in content:
         raise ValueError("no model: give `model: <directory or hub id>` in the configuration, or --model")

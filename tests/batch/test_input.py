@@ -49,6 +49,30 @@ def test_blank_and_overlong_lines_a_byte_order_mark_and_no_newline_at_the_end(tm
     assert "longer than" in str(rows[1][1]) and "not JSON" in str(rows[2][1])
 
 
+def test_a_byte_order_mark_before_a_blank_line_is_no_row(tmp_path):
+    (tmp_path / "in.jsonl").write_bytes(b'\xef\xbb\xbf\n{"prompt": "a"}\n')
+    source = make_input(tmp_path / "in.jsonl")
+    assert contents(source, source.split(2)) == [[{"prompt": "a"}]]
+
+
+def test_a_name_with_brackets_is_a_file_if_there_is_one(tmp_path):
+    write_rows(tmp_path / "in[1].jsonl", 2)
+    write_rows(tmp_path / "in1.jsonl", 3)
+    assert make_input(tmp_path / "in[1].jsonl").split(9).rows == 2
+    assert make_input(tmp_path / "in[0-9].jsonl").split(9).rows == 3
+
+
+def test_the_id_of_a_line_of_openais_format_is_its_custom_id(tmp_path):
+    """A row with a body is such a line, whatever `id` it has, and is named by its number without a `custom_id`."""
+    rows = [{"id": "a", "body": {}}, {"prompt": "x", "id": "0"}]
+    (tmp_path / "in.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    with pytest.raises(ValueError, match="ids must differ, and these do not: '0' in in.jsonl:1 and in.jsonl:2"):
+        make_input(tmp_path / "in.jsonl").split(9)
+    rows = [{"id": "1", "body": {}}, {"prompt": "x"}]
+    (tmp_path / "in.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    assert make_input(tmp_path / "in.jsonl").split(9).rows == 2
+
+
 @pytest.mark.parametrize("ending", ["\n\n \n", ""])
 def test_blank_lines_at_the_end_belong_to_no_shard(tmp_path, ending):
     (tmp_path / "in.txt").write_text("one\ntwo\n\nthree\n" + ending)

@@ -39,7 +39,7 @@ def line(url: str, **body):
         ),
         (
             line(CHAT, messages=MESSAGES, logprobs=False, top_logprobs=0, temperature=0, stream=False),
-            {"id": "r1", "messages": MESSAGES, "sampling": {"temperature": 0}},
+            {"id": "r1", "messages": MESSAGES, "sampling": {"temperature": 0, "logprobs": None}},
         ),
         (
             line(TEXT, prompt="x", max_tokens=3, logprobs=1, best_of=2, n=2, seed=4, top_k=5),

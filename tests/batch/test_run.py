@@ -119,8 +119,12 @@ def test_rows_are_those_of_sample_and_the_manifest_says_what_was_promised(comman
     assert manifest["config"]["sampling"]["seed"] == 5 and manifest["versions"]["jax"]
     assert json.loads((tmp_path / "m.json").read_text())["generated_tokens"] > 0
     assert contents(output) == whole
-    status, said = command(output)
-    assert status == 1 and "0 rows" in said and contents(output) == whole  # nothing is left to do
+    (output / "manifest.json").unlink()
+    for more in (["--output.metrics", str(tmp_path / "m.json")], []):  # the metrics are those of the same job
+        status, said = command(output, *more)
+        assert status == 1 and "0 rows" in said and contents(output) == whole  # nothing is left to do
+    status, said = command(tmp_path / "other", "--output.metrics", str(tmp_path / "m.json"))
+    assert status == 2 and "m.json exists" in said
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from levanter_infer.checkpoints.load import load_model
 from levanter_infer.decode.invariants import check_invariants
 from levanter_infer.engine.config import EngineConfig
 from levanter_infer.engine.engine import InferenceEngine
+from levanter_infer.engine.extension import needed_changes
 from levanter_infer.engine.params import SamplingParams
 from levanter_infer.engine.request import Request
 from tests.beam_cases import (
@@ -23,6 +24,7 @@ from tests.beam_cases import (
     state_answers,
 )
 from tests.golden_cases import load_case, write_checkpoint
+from tests.tiny_models import tiny_model
 
 PAGES = 20
 """Pages that the largest of the searches may need, alone."""
@@ -133,6 +135,18 @@ def in_mid_search(engine):
         lens = np.asarray(engine.state.decode.sequences.seq_lens)
         steps = min(lens[sequence.slot] - 6 for group in groups for sequence in group.sequences)
     return groups
+
+
+def test_an_engine_can_be_compiled_for_searches_at_once():
+    config = EngineConfig(max_seqs=6, max_seq_len=32, page_size=4)
+    for asked, expected in ((1, 0), (2, 2), (3, 4), (5, 6)):
+        engine = InferenceEngine(tiny_model(), config=config, num_beams=asked)
+        params = [SamplingParams(num_beams=beams, max_tokens=4) for beams in range(1, asked + 1)]
+        searches = [engine.prepare(Request(prompt_token_ids=[3], sampling=each, id="a")) for each in params]
+        assert engine.shapes.max_beams == expected
+        assert not needed_changes(searches, engine.shapes, engine.config, engine.model)
+    with pytest.raises(ValueError, match="num_beams=7: expected 1 to engine.max_seqs=6: beams run together"):
+        InferenceEngine(tiny_model(), config=config, num_beams=7)
 
 
 @pytest.mark.slow

@@ -35,6 +35,11 @@ class Running:
     engine: InferenceEngine
     asynchronous: AsyncEngine
     loop: asyncio.AbstractEventLoop
+    server: uvicorn.Server
+
+    def end(self) -> None:
+        """As SIGTERM does."""
+        self.server.should_exit = True
 
 
 @contextlib.contextmanager
@@ -60,8 +65,7 @@ def running(engine: InferenceEngine, *, api_key: str | None = None, **limits) ->
             server = uvicorn.Server(http_config(service.app(), config))
             server.install_signal_handlers = lambda: None  # type: ignore[attr-defined]
             url = f"http://127.0.0.1:{bound.getsockname()[1]}"
-            found["it"] = Running(url, engine, asynchronous, asyncio.get_running_loop())
-            found["server"] = server  # type: ignore[assignment]
+            found["it"] = Running(url, engine, asynchronous, asyncio.get_running_loop(), server)
             started.set()
             await server.serve(sockets=[bound])
 
@@ -71,6 +75,6 @@ def running(engine: InferenceEngine, *, api_key: str | None = None, **limits) ->
     try:
         yield found["it"]
     finally:
-        found["server"].should_exit = True  # type: ignore[attr-defined]
+        found["it"].end()
         thread.join(60)
         assert not thread.is_alive()

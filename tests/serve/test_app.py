@@ -8,6 +8,7 @@ import random
 import re
 import runpy
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -231,6 +232,57 @@ def test_continuous_usage_counts_the_tokens_so_far(client, path):
         assert (used.prompt_tokens, used.completion_tokens) == (last.usage.prompt_tokens, counts[choice.index])
         assert used.total_tokens == used.prompt_tokens + used.completion_tokens
     assert min(counts) > 0 and sum(counts) == last.usage.completion_tokens and not last.choices
+
+
+def test_a_stream_says_its_seeds_and_the_tokens_of_its_prompt(client, expected):
+    own = expected["seeded"][0]
+    asked = dict(model="tiny", prompt=PROMPT, seed=7, n=3, temperature=1.5, max_tokens=8, stream=True)
+    found: dict[int, list] = {0: [], 1: [], 2: []}
+    for event in client.completions.create(**asked, extra_body={"return_token_ids": True}):
+        found[event.choices[0].index].append(event.choices[0])
+    for index, events in found.items():
+        assert [event.prompt_token_ids for event in events if hasattr(event, "prompt_token_ids")] == [
+            own.prompt_token_ids
+        ]
+        assert events[0].prompt_token_ids and [token for event in events for token in event.token_ids] == (
+            own.completions[index].token_ids
+        )
+        assert [event.seed for event in events if event.finish_reason is not None] == [7]
+
+
+def test_log_probabilities_can_be_declined():
+    reader = CallReader(RowParser(SamplingParams(max_tokens=8, logprobs=1)), ToolReader("none", None), ["tiny"], 9)
+    for body, expected in (({}, 1), ({"logprobs": None}, 1), ({"logprobs": False}, None), ({"logprobs": True}, 0)):
+        (request,) = reader.read({"messages": [{"role": "user", "content": "x"}], **body}, "messages", "name").requests
+        assert request.sampling.logprobs == expected
+
+
+@pytest.mark.parametrize("grace_s", [0.0, 0.4])
+def test_requests_that_outlast_the_grace_period_are_answered(engine, caplog, grace_s):
+    body = {"prompt": PROMPT, "max_tokens": 200, "ignore_eos": True}
+    with running(engine, grace_s=grace_s) as server, httpx.Client(base_url=server.url, timeout=60) as client:
+        asyncio.run_coroutine_threadsafe(server.asynchronous.pause("step"), server.loop).result(60)
+        with ThreadPoolExecutor(4) as threads:
+            plain = [threads.submit(client.post, "/v1/completions", json={**body, "stream": s}) for s in (False, True)]
+            while engine.stats()["waiting"] + len(server.asynchronous._ids) < 2:
+                time.sleep(0.01)
+            server.end()
+            for answer in (each.result(60) for each in plain):
+                assert answer.status_code == 503 and "the server ends" in answer.json()["error"]["message"]
+    assert not [record for record in caplog.records if record.exc_info]
+
+
+def test_a_stream_that_outlasts_the_grace_period_ends_with_an_error(engine, caplog):
+    body = {"messages": [{"role": "user", "content": PROMPT}], "max_tokens": 200, "ignore_eos": True, "stream": True}
+    with running(engine, grace_s=0.3) as server:
+        with httpx.stream("POST", f"{server.url}/v1/chat/completions", json=body, timeout=60) as answer:
+            lines = (line for line in answer.iter_lines() if line)
+            assert "assistant" in next(lines)
+            asyncio.run_coroutine_threadsafe(server.asynchronous.pause("step"), server.loop).result(60)
+            server.end()
+            last = list(lines)[-1]
+    assert json.loads(last.removeprefix("data: "))["error"]["message"] == "the server ends, and its requests with it"
+    assert not [record for record in caplog.records if record.exc_info]
 
 
 @pytest.mark.parametrize("ids", [{"allowed_token_ids": [1, 112145]}, {"bad_words": [[1, 112145]]}])

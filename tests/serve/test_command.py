@@ -77,9 +77,17 @@ def test_other_addresses_need_a_key(monkeypatch, tmp_path):
     file = tmp_path / "key"
     file.write_text("secret\n")
     assert ServeConfig(host="0.0.0.0", api_key_file=str(file)).api_key() == "secret"
+    monkeypatch.setenv("LEVANTER_INFER_API_KEY", "other\n")
+    assert ServeConfig().api_key() == "other"  # as clients send it
     file.write_text("\n")
     with pytest.raises(ValueError, match="empty"):
         ServeConfig(api_key_file=str(file)).api_key()
+
+
+def test_widths_of_searches_can_be_compiled_ahead():
+    assert ServeConfig(compile_num_beams=4).compile_num_beams == 4
+    with pytest.raises(ValueError, match="serve.compile_num_beams=0: expected 1 to"):
+        ServeConfig(compile_num_beams=0)
 
 
 def test_tool_call_parser_is_read_and_checked():

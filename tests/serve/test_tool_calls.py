@@ -276,6 +276,15 @@ def test_bad_tools_are_refused_by_name(hermes, more, named):
         assert done.status_code == 400 and named in done.json()["error"]["message"], done.text
 
 
+def test_parameters_that_nest_too_deeply_are_refused(hermes):
+    deep: dict[str, Any] = {"type": "integer"}
+    for _ in range(300):
+        deep = {"type": "object", "properties": {"a": deep}, "required": ["a"]}
+    body = {**SAME, "tools": [tool("f", deep)], "tool_choice": "required"}
+    done = httpx.post(f"{hermes.base_url}chat/completions", json=body, timeout=60)
+    assert done.status_code == 400 and "parameters of 'f' nest too deeply" in done.json()["error"]["message"], done.text
+
+
 def test_without_a_parser_calls_are_text(engine):
     with running(engine) as server, openai.OpenAI(base_url=f"{server.url}/v1", api_key="none") as client:
         asked = dict(SAME, seed=3, extra_body={"regex": TWO})

@@ -16,8 +16,9 @@ if __name__ == "__main__":  # here, so that an interrupt during the imports belo
 
 from levanter_infer.batch.config import BatchRunConfig
 from levanter_infer.batch.drive import Totals
+from levanter_infer.batch.job import JOB
 from levanter_infer.batch.on_ray import work_on_ray
-from levanter_infer.batch.worker import Worker, open_worker
+from levanter_infer.batch.worker import Worker, open_worker, output_store
 from levanter_infer.cli.common import run_config
 from levanter_infer.cli.session import join
 from levanter_infer.io.output import RowWriter, metrics_text
@@ -39,7 +40,8 @@ The same command resumes the job. A job that was killed has, in the end, the sam
   --config FILE       the configuration
   --output DIR        the directory of the job
   --worker I/N        be worker I of N, from 0; all work on one job, in one directory
-  --output.metrics FILE.json   write what the engine counted; FILE.prom for Prometheus; --overwrite lets it replace one
+  --output.metrics FILE.json   write what the engine counted in this run; FILE.prom for Prometheus. A run that resumes
+                      a job replaces the file; others do so with --overwrite
   --help              this text
 """
 """Read from the source by `cli.command_help`."""
@@ -117,7 +119,9 @@ def _run(config: BatchRunConfig, stop: StopSignal) -> int:
         metrics = None
         hosts = stop.hosts
         if config.output.metrics is not None and (hosts is None or hosts.is_lead):
-            metrics = stack.enter_context(RowWriter(config.output.metrics, overwrite=config.output.overwrite))
+            # What an earlier run of the same job has written must not keep the same command from going on with it
+            replaces = config.output.overwrite or output_store(config).size(JOB) is not None
+            metrics = stack.enter_context(RowWriter(config.output.metrics, overwrite=replaces))
         begin = time.monotonic()
         if config.batch.ray_actors:
             worker, totals = work_on_ray(config)

@@ -16,7 +16,7 @@ from typing import IO, Any
 import numpy as np
 
 from levanter_infer.batch import tables
-from levanter_infer.batch.openai import as_row
+from levanter_infer.batch.openai import as_row, is_batch_line
 from levanter_infer.batch.store import file_system
 from levanter_infer.engine.params import brief
 from levanter_infer.io.prompts import MAX_LINE_BYTES, chat_of, given_id, no_columns, parse_line, row_id
@@ -112,7 +112,7 @@ class Input:
     """The files of a job.
 
     Args:
-        pattern: a path or URL for fsspec; with `*`, `?` or `[`, all matching files, sorted by name.
+        pattern: a path or URL for fsspec, of a file; or with `*`, `?` or `[`, of all that match, sorted by name.
         as_chat: text prompts are user messages of a chat.
         model_names: as in `BatchConfig`.
         carry: further columns of rows, which are copied to the output.
@@ -123,10 +123,9 @@ class Input:
         self._as_chat, self._model_names, self._carry = as_chat, tuple(model_names), tuple(carry)
         self._fs, path = file_system(pattern)
         try:
-            if any(c in path for c in "*?["):
+            self.paths = [path] if self._fs.isfile(path) else []
+            if not self.paths and any(c in path for c in "*?["):
                 self.paths = sorted(p for p in self._fs.glob(path) if self._fs.isfile(p))
-            else:
-                self.paths = [path] if self._fs.isfile(path) else []
         except OSError as e:
             raise ValueError(f"cannot read prompts_file {pattern}: {e.strerror or e}") from e
         if not self.paths:
@@ -337,15 +336,15 @@ def _lines(file: IO[bytes], before: int, rows: int | None, on_bytes) -> Iterator
         while len(rest) > MAX_LINE_BYTES and not rest.endswith(b"\n"):
             rest = file.readline(MAX_LINE_BYTES + 1)
             on_bytes(rest)
-        if line.strip():
+        if (line.removeprefix(codecs.BOM_UTF8) if number == 1 else line).strip():
             found += 1
             yield number, line
 
 
 def _id_of(content: Any) -> str | None:
     """The id of a row, if it has one."""
-    if isinstance(content, dict) and "custom_id" in content:
-        name = content["custom_id"]
+    if is_batch_line(content):
+        name = content.get("custom_id")
         content = {"id": name} if isinstance(name, str) and name else {}
     return given_id(content)
 

@@ -21,6 +21,11 @@ if TYPE_CHECKING:
 _KEYS = ("custom_id", "method", "url", "body")
 
 
+def is_batch_line(content: Any) -> bool:
+    """Whether a row is a line of OpenAI's batch format; its id is its `custom_id` then."""
+    return isinstance(content, dict) and not {"custom_id", "body"}.isdisjoint(content)
+
+
 def as_row(content: Any, model_names: Sequence[str]) -> Any:
     """A batch line as a row of this package's own format; other content is returned unchanged.
 
@@ -28,7 +33,7 @@ def as_row(content: Any, model_names: Sequence[str]) -> Any:
         model_names: names that `model` may have.
     Raises: RefusedRow, with the line's `custom_id`, for a line that requests something unsupported.
     """
-    if not isinstance(content, dict) or not {"custom_id", "body"} & set(content):
+    if not is_batch_line(content):
         return content
     name = content.get("custom_id")
     given = given_id({"id": name}) if isinstance(name, str) and name else None

@@ -100,7 +100,7 @@ def open_worker(
     if hosts is not None and one_mesh is None:
         rank = hosts.index, hosts.count
     writes = one_mesh is None or one_mesh.is_lead
-    store, source, compare = _store(config), input_of(config), inputs is None
+    store, source, compare = output_store(config), input_of(config), inputs is None
     config = dataclasses.replace(config, engine={"numerics": Numerics.BATCH_INVARIANT, **config.engine})
     fingerprints = _fingerprints(config)
     inputs = split_input(config, source) if inputs is None else inputs
@@ -157,7 +157,8 @@ def output_format(config: BatchRunConfig, tokenizer: "Tokenizer | None") -> Outp
     return ResultLines(names[0], tokenizer)
 
 
-def _store(config: BatchRunConfig) -> Store:
+def output_store(config: BatchRunConfig) -> Store:
+    """The directory of a job. Raises: ValueError if it cannot be opened."""
     assert config.output is not None and config.output.path is not None
     if config.batch.format == "parquet":
         tables.check_available()
@@ -175,7 +176,7 @@ def input_of(config: BatchRunConfig) -> Input:
 
 def split_input(config: BatchRunConfig, source: Input) -> InputShards:
     """Files and shards of the input: from `job.json`, or by reading the input. Raises: ValueError as `Input.split`."""
-    spec = read_job_spec(_store(config))
+    spec = read_job_spec(output_store(config))
     if spec is not None:
         return _same_files(source, spec)
     begin = time.monotonic()

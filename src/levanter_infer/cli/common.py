@@ -55,25 +55,31 @@ class Answered(Exception):
 
 
 def _status(command: Callable[[], int]) -> int:
+    status, said = _outcome(command)
+    if said:
+        with contextlib.suppress(OSError):  # it may be standard error that takes nothing
+            say(said)
+    return status
+
+
+def _outcome(command: Callable[[], int]) -> tuple[int, str]:
+    """(exit status, what to say of it)."""
     try:
-        return command()
-    except Answered as e:
-        print(e)
-        return 0
+        try:
+            return command(), ""
+        except Answered as e:
+            print(e, flush=True)
+            return 0, ""
     except ValueError as e:
-        say(one_line(f"error: {e}"))
-        return 2
+        return 2, one_line(f"error: {e}")
     except HostLost as e:
-        say(one_line(f"error: {e}"))
-        return LOST
+        return LOST, one_line(f"error: {e}")
     except BrokenPipeError:
         raise
     except OSError as e:
-        say(one_line(f"error: {e.strerror or e}" + (f": {e.filename}" if e.filename else "")))
-        return 2
+        return 2, one_line(f"error: {e.strerror or e}" + (f": {e.filename}" if e.filename else ""))
     except KeyboardInterrupt:
-        say("interrupted")
-        return 130
+        return 130, "interrupted"
 
 
 @contextlib.contextmanager

@@ -3,7 +3,8 @@
 import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from levanter_infer.config import RunConfig
@@ -48,13 +49,13 @@ def join(config: RunConfig, orderly: tuple[type[BaseException], ...] = ()) -> It
 
 @gc_disabled()
 def make_engine(
-    config: RunConfig, num_rows: int, hosts: Hosts | None = None, ahead: Iterable[str] = ()
+    config: RunConfig, num_rows: int, hosts: Hosts | None = None, ahead: Mapping[str, int] = MappingProxyType({})
 ) -> "InferenceEngine":
     """Load model and tokenizer, make an engine, and print its choices.
 
     Args:
         hosts: processes that each make one; with `multihost.layout: per_host` on their own devices.
-        ahead: `scoring`, `constraints` or `routing`: arguments of `InferenceEngine` that are true in any case.
+        ahead: least values of `scoring`, `constraints`, `routing` and `num_beams`, arguments of `InferenceEngine`.
     Raises: ValueError for a wrong configuration, model or tokenizer; HostsDiffer.
     """
     from levanter_infer.checkpoints.generation import suggested_sampling
@@ -98,7 +99,9 @@ def make_engine(
             "scoring": config.sampling.prompt_logprobs is not None,
             "constraints": config.sampling.is_constrained,
             "routing": config.sampling.return_routed_experts and model.types.config.experts is not None,
-        } | dict.fromkeys(ahead, True)
+            "num_beams": min(config.sampling.num_beams, engine_config.max_seqs),
+        }
+        asked = {name: max(value, ahead.get(name, value)) for name, value in asked.items()}
         per_host = hosts is not None and config.multihost.layout == PER_HOST
         mesh = make_mesh(config.mesh, local=True) if per_host else config.mesh
         engine = InferenceEngine(model, tokenizer, engine_config, seed=seed, mesh=mesh, hosts=hosts, **asked)

@@ -41,8 +41,7 @@ class QueueFull(RuntimeError):
 
     def __init__(self, max_waiting: int, retry_after: float):
         super().__init__(f"the queue of {max_waiting} requests (max_waiting) is full; try again in {retry_after:.2f} s")
-        self.max_waiting = max_waiting
-        self.retry_after = retry_after
+        self.max_waiting, self.retry_after = max_waiting, retry_after
 
     def __reduce__(self):
         return type(self), (self.max_waiting, self.retry_after)
@@ -71,6 +70,9 @@ class Update:
     stop_reason: str | int | tuple[int, ...] | None = None
     output: RequestOutput | None = None
     """Set in the last update of the whole request; a refused request has this one only, with `output.error`."""
+    prompt_token_ids: list[int] = dataclasses.field(default_factory=list)
+    seed: int | None = None
+    """As in `Completion`; None for a refused request."""
 
     __eq__ = equal_fields
 
@@ -599,6 +601,8 @@ class AsyncEngine:
             top_logprobs=sample.top_logprobs[tokens:] if params.logprobs else None,
             token_versions=np.asarray(sample.versions[tokens:], np.int32),
             num_prompt_tokens=len(sample.request.prompt_token_ids),
+            prompt_token_ids=sample.request.prompt_token_ids,
+            seed=sample.request.seed,
             finish_reason=sample.finish_reason,
             stop_reason=sample.stop_reason,
         )
@@ -689,5 +693,8 @@ def _empty(output: RequestOutput) -> Update:
     last = output.completions[-1] if output.completions else None
     index, reason = (0, "error") if last is None else (last.index, last.finish_reason)
     text = None if last is None or last.text is None else ""
-    size = len(output.prompt_token_ids)
-    return Update(output.id, index, [], text, none, none, None, np.zeros(0, np.int32), size, reason)
+    ids, seed = output.prompt_token_ids, None if last is None else last.seed
+    version = np.zeros(0, np.int32)
+    return Update(
+        output.id, index, [], text, none, none, None, version, len(ids), reason, prompt_token_ids=ids, seed=seed
+    )

@@ -31,7 +31,6 @@ from levanter_infer.engine.request import (
     Request,
     RequestOutput,
     as_request,
-    as_sequences,
     names_are_checked,
 )
 from levanter_infer.engine.request_state import (
@@ -45,7 +44,6 @@ from levanter_infer.engine.request_state import (
 from levanter_infer.engine.round_loop import RoundLoop
 from levanter_infer.engine.runner import Runner
 from levanter_infer.engine.scheduler import Scheduler
-from levanter_infer.engine.scoring import SCORE_ONLY
 from levanter_infer.engine.sizes import kv_dtype
 from levanter_infer.engine.sleep import awake, check_nothing_to_compile, fall_asleep
 from levanter_infer.engine.stats import Stats
@@ -92,6 +90,7 @@ class InferenceEngine:
         routing: compile for `return_routed_experts` at once, likewise.
         constraints: compile for structured output (`regex`, `json_schema`, `choice`, `grammar`, `allowed_token_ids`,
             `bad_words`) at once, likewise.
+        num_beams: compile for beam searches of up to so many beams at once, likewise.
         logits_mod: a function (logits f32[vocab], `TokenHistory`, memory) -> (logits, memory) that JAX can trace, of
             one sequence; it is applied to the model's logits before everything else that a request asks for.
         logits_mod_init: its memory of a sequence before the first token, a pytree of arrays; None: it has none.
@@ -116,6 +115,7 @@ class InferenceEngine:
         scoring: bool = False,
         routing: bool = False,
         constraints: bool = False,
+        num_beams: int = 1,
         logits_mod: LogitsFunction | None = None,
         logits_mod_init: Any = None,
         mesh: MeshConfig | Mesh | None = None,
@@ -142,6 +142,7 @@ class InferenceEngine:
             scoring=scoring,
             routing=routing,
             constraints=constraints,
+            num_beams=num_beams,
             score_mod=score_mod,
             mask_mod=mask_mod,
             logits_mod=None if logits_mod is None else (logits_mod, logits_mod_init),
@@ -303,16 +304,10 @@ class InferenceEngine:
         Raises: ValueError for a sequence that cannot be scored, which it names, or for what is no list of sequences;
             nothing has run then.
         """
-        requests = [Request(prompt_token_ids=ids, sampling=SCORE_ONLY) for ids in as_sequences(sequences)]
-        states = []
-        for i, request in enumerate(requests):
-            try:
-                states.append(self._intake.request_state(request, str(i)))
-            except ValueError as error:
-                raise ValueError(f"sequences[{i}]: {error}") from None
+        states = self._intake.scored(sequences)
         with sampling_progress(None, None, "scoring", "texts") as update:
             self._serve(states, update)
-        return [state.prompt_scores.logprobs for state in states]
+        return [state.prompt_scores.logprobs for state in states]  # type: ignore[union-attr]
 
     def compile_constraint(self, sampling: SamplingParams) -> None:
         """Compile the constraint of `sampling` now, so that `submit` does not wait for it. Any thread may call this at

@@ -21,7 +21,7 @@ def needed_changes(requests: Sequence[RequestState], shapes: Shapes, config: Eng
         changes["routing"] = routing_shapes(model.config)
     if shapes.constraints is None and any(request.params.is_constrained for request in requests):
         changes["constraints"] = constraint_shapes(config, shapes.limits.vocab_size)
-    max_beams = beams_for((request.params for request in requests), shapes)
+    max_beams = beams_for(max((request.params.num_beams for request in requests), default=1), shapes)
     if max_beams != shapes.max_beams:
         changes["max_beams"] = max_beams
     return changes

@@ -3,7 +3,7 @@
 import collections
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from levanter_infer.checkpoints.chat import CHAT_KEYS, check_chat_settings, check_template_kwargs
 from levanter_infer.decode.codes import DEFAULT_ROOT
@@ -11,8 +11,9 @@ from levanter_infer.decode.shapes import ConstraintShapes, Shapes
 from levanter_infer.engine.config import EngineConfig
 from levanter_infer.engine.constraints import check_fits, constraint_shapes, wanted
 from levanter_infer.engine.params import SamplingParams, brief, derive_seed, stop_sequences
-from levanter_infer.engine.request import Request, RequestOutput, as_requests, refused
+from levanter_infer.engine.request import Request, RequestOutput, as_requests, as_sequences, refused
 from levanter_infer.engine.request_state import RequestState, SampleState
+from levanter_infer.engine.scoring import SCORE_ONLY
 from levanter_infer.engine.text import IncrementalDecoder, StopMatcher
 from levanter_infer.engine.validation import RequestLimits, sampling_of, validate, validate_id, validate_prompt_len
 from levanter_infer.structured.compiler import Constraint, ConstraintCompiler
@@ -67,6 +68,16 @@ class Intake:
             except ValueError as error:
                 made.append(refused(request, str(i), str(error)))
         return made
+
+    def scored(self, sequences: Sequence[Sequence[int]]) -> list[RequestState]:
+        """A request for the scores of each sequence. Raises: ValueError naming one that cannot be scored."""
+        states = []
+        for i, ids in enumerate(as_sequences(sequences)):
+            try:
+                states.append(self.request_state(Request(prompt_token_ids=ids, sampling=SCORE_ONLY), str(i)))
+            except ValueError as error:
+                raise ValueError(f"sequences[{i}]: {error}") from None
+        return states
 
     def request_state(self, request: Request, default_id: str) -> RequestState:
         """The state of a request, with the samples that serve it; its `root` is that of when it is queued, and another

@@ -34,7 +34,7 @@ from levanter_infer.engine.config import EngineConfig
 from levanter_infer.engine.constraints import Resident, constraint_shapes, loads_of, mask_load, nothing_to_load
 from levanter_infer.engine.routes import routing_shapes
 from levanter_infer.engine.scoring import score_shapes
-from levanter_infer.engine.sizes import kv_dtype, resolve_shapes, window_shapes
+from levanter_infer.engine.sizes import beams_for, kv_dtype, resolve_shapes, window_shapes
 from levanter_infer.engine.tile_search import check_given_tiles
 from levanter_infer.layers.attention import AttentionSpec
 from levanter_infer.models.config import DecoderConfig
@@ -65,6 +65,7 @@ class Runner:
         scoring: compile for prompt logprobs at once.
         routing: compile for routed experts at once.
         constraints: compile for structured output at once.
+        num_beams: compile for beam searches of so many beams at once.
         logits_mod: as in `ProgramOptions`.
     Raises: ValueError as `shapes_for` and `programs_for`, and for an engine that a CPU's memory cannot hold.
     """
@@ -81,6 +82,7 @@ class Runner:
         scoring: bool = False,
         routing: bool = False,
         constraints: bool = False,
+        num_beams: int = 1,
         score_mod=None,
         mask_mod=None,
         logits_mod=None,
@@ -95,6 +97,7 @@ class Runner:
         if constraints:
             sizes = constraint_shapes(config, shapes.limits.vocab_size)
             shapes = dataclasses.replace(shapes, constraints=sizes)
+        shapes = dataclasses.replace(shapes, max_beams=beams_for(num_beams, shapes))
         self.shapes = self._agreed(shapes, types.config)
         attention = backend.attention_spec(self.shapes, score_mod, mask_mod)
         self.programs = programs_for(

@@ -1,14 +1,14 @@
 """The static sizes that follow from an `EngineConfig`, a model and a machine."""
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 
 import jax.numpy as jnp
 
 from levanter_infer.cache.memory import PoolSizes
 from levanter_infer.decode.shapes import SamplingLimits, Shapes, WindowShape
 from levanter_infer.engine.config import EngineConfig
-from levanter_infer.engine.params import MAX_STOP_TOKENS, SamplingParams
+from levanter_infer.engine.params import MAX_STOP_TOKENS
 from levanter_infer.kernels.backend import Backend, Platform
 from levanter_infer.kernels.xla.backend import XLA
 from levanter_infer.models.config import DecoderConfig
@@ -184,12 +184,13 @@ def kv_dtype(config: EngineConfig, model) -> jnp.dtype:
     return jnp.dtype(config.kv_dtype or model.dtype)
 
 
-def beams_for(asked: Iterable[SamplingParams], shapes: Shapes) -> int:
-    """`Shapes.max_beams` that suits requests with these parameters: a power of two, so that it rarely changes.
+def beams_for(num_beams: int, shapes: Shapes) -> int:
+    """`Shapes.max_beams` that suits searches of up to `num_beams`: a power of two, so that it rarely changes.
 
-    Requires: each search fits (`validate`).
+    Raises: ValueError for more beams than run together.
     """
-    most = max((params.num_beams for params in asked), default=1)
-    if most <= max(1, shapes.max_beams):
+    if not 1 <= num_beams <= shapes.max_seqs:
+        raise ValueError(f"num_beams={num_beams}: expected 1 to engine.max_seqs={shapes.max_seqs}: beams run together")
+    if num_beams <= max(1, shapes.max_beams):
         return shapes.max_beams
-    return min(1 << (most - 1).bit_length(), shapes.max_seqs)
+    return min(1 << (num_beams - 1).bit_length(), shapes.max_seqs)

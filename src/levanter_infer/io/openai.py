@@ -169,7 +169,9 @@ def _own_parameters(body: Mapping[str, Any], kind: str) -> dict[str, Any]:
         raise ValueError(f"body.logprobs is {brief(wanted)}; expected true or false")
     if body.get("top_logprobs") and not wanted:
         raise ValueError("body.top_logprobs without body.logprobs; set logprobs to true")
-    return values | ({"logprobs": body.get("top_logprobs", 0)} if wanted else {})
+    if "logprobs" not in body:
+        return values
+    return values | {"logprobs": body.get("top_logprobs", 0) if wanted else None}
 
 
 def _schema_of(body: Mapping[str, Any]) -> dict[str, Any]:

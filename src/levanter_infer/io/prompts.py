@@ -20,6 +20,7 @@ MAX_ROWS = 1_000_000
 MAX_N = 4096
 """Samples of one row, at most; the engine may allow fewer."""
 _JSONL = (".jsonl", ".ndjson")
+_OF_BATCHES = (".parquet", ".gz", ".bz2", ".xz", ".zst", ".zip")
 _PROMPT_KEYS = ("prompt", "prompt_token_ids", "messages")
 ROW_POLICIES = ("cache_salt", "priority", "timeout_s")
 """Keys of a row that set fields of its request, by their names."""
@@ -120,6 +121,8 @@ def _read_file(path: Path, *, as_chat: bool) -> Iterator[tuple[str, Any]]:
     suffix = path.suffix.lower()
     if suffix == ".json":
         raise ValueError(f"prompts_file {path}: expected .jsonl with one row a line, or text with one prompt a line")
+    if suffix in _OF_BATCHES:
+        raise ValueError(f"prompts_file {path}: levanter_infer.batch reads {suffix}; expected .jsonl, or text, here")
     try:
         with open(path, "rb") as file:
             number = 0

@@ -67,7 +67,8 @@ def run(config: ServeRunConfig) -> int:
     except OSError as e:
         where = f"serve.host={config.serve.host} serve.port={config.serve.port}"
         raise ValueError(f"cannot listen on {where}: {e.strerror or e}") from e
-    engine = make_engine(config, 0, ahead=config.serve.compile_ahead)
+    ahead = dict.fromkeys(config.serve.compile_ahead, True)
+    engine = make_engine(config, 0, ahead=ahead | {"num_beams": config.serve.compile_num_beams})
     engine.warmup()
 
     from levanter_infer.engine.async_engine import AsyncEngine

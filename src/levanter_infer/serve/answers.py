@@ -122,6 +122,7 @@ class Events:
     def update(self, prompt: int, update: Update) -> str:
         """The events for an update of request `prompt` of the call."""
         index = prompt * self._n + update.index
+        is_first = index not in self._counts
         self._counts[index] += len(update.token_ids)
         so_far = self._so_far(index, update.num_prompt_tokens)
         parts, reason = self._parts(index, update)
@@ -131,7 +132,10 @@ class Events:
         if reason is not None:
             stop = update.stop_reason
             choice["stop_reason"] = list(stop) if isinstance(stop, tuple) else stop
+            choice["seed"] = update.seed
         if self._call.return_token_ids:
+            if is_first:
+                choice["prompt_token_ids"] = update.prompt_token_ids
             choice["token_ids"] = update.token_ids
             choice["token_versions"] = [int(version) for version in update.token_versions]
         others = [self._event([{"index": index, **part, "finish_reason": None}], so_far) for part in parts[1:]]

@@ -96,6 +96,7 @@ class Service:
         ]
         app = Starlette(routes=routes, exception_handlers={HTTPException: _http_error, Exception: _failure})
         app.add_middleware(_Keyed, key=self._key)
+        app.add_middleware(_Ending)
         return app
 
     async def _status(self, request: Request) -> Response:
@@ -302,6 +303,30 @@ async def _unless_left(receive: Callable[[], Awaitable[Any]]) -> AsyncIterator[N
         raise
     finally:
         watcher.cancel()
+
+
+class _Ending:
+    """Answers requests that are cancelled because the server ends (`ServeConfig.grace_s`)."""
+
+    def __init__(self, app):
+        self._app = app
+
+    async def __call__(self, scope, receive, send) -> None:
+        started: dict[str, Any] | None = None
+
+        async def noting_start(message) -> None:
+            nonlocal started
+            started = message if message["type"] == "http.response.start" else started
+            await send(message)
+
+        try:
+            await self._app(scope, receive, noting_start)
+        except asyncio.CancelledError:
+            said = error_body("the server ends, and its requests with it", "server_error")
+            if started is None:
+                await _Json(said, 503, headers=_CLOSE)(scope, receive, send)
+            elif started.get("headers") == _STREAM_HEADERS:
+                await send({"type": "http.response.body", "body": event(said).encode(), "more_body": False})
 
 
 class _Keyed:

@@ -48,6 +48,8 @@ class ServeConfig:
     """Features whose programs are compiled before the first request: constraints (structured output), scoring
     (`prompt_logprobs`, or `echo` with `logprobs`) and routing (`return_routed_experts`). Otherwise the first request
     that asks for one has the programs compiled again, and all others wait meanwhile."""
+    compile_num_beams: int = 1
+    """Beams of the widest searches (`num_beams`) whose programs are compiled before the first request, likewise."""
     grace_s: float = 30.0
     """Seconds that requests in progress have to end after SIGTERM; then they are aborted."""
 
@@ -65,6 +67,7 @@ class ServeConfig:
             ("max_connections", 1, 2**31 - 1),
             ("max_body_bytes", 1, 2**31 - 1),
             ("max_prompts", 1, 2**31 - 1),
+            ("compile_num_beams", 1, 2**31 - 1),
         ):
             if not low <= getattr(self, name) <= high:
                 raise ValueError(f"serve.{name}={getattr(self, name)}: expected {low} to {high}")
@@ -84,10 +87,11 @@ class ServeConfig:
         key = os.environ.get(API_KEY)
         if self.api_key_file is not None:
             try:
-                key = Path(self.api_key_file).read_text(encoding="utf-8").strip()
+                key = Path(self.api_key_file).read_text(encoding="utf-8")
             except (OSError, UnicodeDecodeError) as e:
                 raise ValueError(f"serve.api_key_file={brief(self.api_key_file)}: cannot be read: {e}") from e
-        if key is not None and not key.strip():
+        key = key if key is None else key.strip()  # as what clients send; secrets often end with a line break
+        if key == "":
             raise ValueError("the API key is empty; give one in serve.api_key_file, or in none at all")
         if key is None and not _is_loopback(self.host):
             raise ValueError(

@@ -36,7 +36,7 @@ def http_config(app: Any, config: ServeConfig) -> uvicorn.Config:
         proxy_headers=False,
         server_header=False,
         limit_concurrency=config.max_connections,
-        timeout_graceful_shutdown=max(1, round(config.grace_s)),
+        timeout_graceful_shutdown=config.grace_s,  # type: ignore[arg-type]  # it passes them on to asyncio
     )
 
 

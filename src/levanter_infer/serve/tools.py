@@ -107,7 +107,10 @@ class ToolReader:
         ]
         for i, (name, schema) in enumerate(functions.items()):
             opening, closing = self._spelled(writing.opening.replace("NAME", name)), self._spelled(writing.closing)
-            rules += [f"call{i}: {opening} arguments{i} {closing}", f"arguments{i}: %json {_with_options(schema)}"]
+            rules += [
+                f"call{i}: {opening} arguments{i} {closing}",
+                f"arguments{i}: %json {_with_options(name, schema)}",
+            ]
         return "\n".join(rules)
 
     def _has_tokens(self, writing: Writing) -> bool:
@@ -164,11 +167,17 @@ def _functions(tools) -> dict[str, Any]:
     return found
 
 
-def _with_options(schema: Mapping[str, Any]) -> str:
-    """A schema as `json_schema` of `SamplingParams` is understood: no other properties, and no free white space."""
-    same = closed(schema)
-    assert isinstance(same, dict)
-    return json.dumps({"type": "object", **same, "x-guidance": _JSON_OPTIONS})
+def _with_options(name: str, schema: Mapping[str, Any]) -> str:
+    """The schema of a function as `json_schema` of `SamplingParams` is understood: no other properties, and no free
+    white space. Raises: ValueError."""
+    try:
+        same = closed(schema)
+        assert isinstance(same, dict)
+        return json.dumps({"type": "object", **same, "x-guidance": _JSON_OPTIONS})
+    except RecursionError:
+        raise ValueError(
+            f"body.tools: the parameters of {brief(name)} nest too deeply; expected a flatter schema"
+        ) from None
 
 
 def _constrained(sampling: SamplingParams, grammar: str, choice: Any) -> SamplingParams:
