@@ -105,6 +105,14 @@ def test_an_engine_is_made_and_called_where_its_caller_has_enabled_64_bits():
 
 
 @pytest.mark.slow
+def test_an_engine_is_made_and_called_where_its_caller_has_disabled_jit():
+    with jax.disable_jit():
+        engine = InferenceEngine(tiny_model(), config=EngineConfig(**SIZES))
+        (output,) = engine.generate([REQUEST])
+    assert output.completions[0].token_ids == uncached_greedy(tiny_model(), [3, 1, 4], 5)
+
+
+@pytest.mark.slow
 def test_an_engine_is_made_and_called_within_a_mesh_that_its_caller_has_set():
     config = EngineConfig(max_seqs=4, max_seq_len=32, page_size=4, max_step_tokens=4)
     search = Request(prompt_token_ids=[3, 1, 4], sampling=SamplingParams(max_tokens=4, num_beams=2))
