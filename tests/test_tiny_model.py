@@ -1,20 +1,16 @@
 """The knowledge of the model in the repository, asked of it through the engine."""
 
-from pathlib import Path
-
 import pytest
 
-from levanter_infer import EngineConfig, InferenceEngine, Request, SamplingParams, load_model
+from levanter_infer import Request, SamplingParams
 from levanter_infer.engine.intake import Intake
 from tests.engine.test_ladder import assert_idle
-
-MODEL = Path(__file__).resolve().parents[1] / "models" / "tiny"
+from tests.serve.server import tiny_engine
 
 
 @pytest.fixture(scope="module")
 def engine():
-    model, tokenizer = load_model(str(MODEL))
-    return InferenceEngine(model, tokenizer, EngineConfig(max_seqs=64, max_seq_len=128, max_pages=256))
+    return tiny_engine()  # compiled for the server's tests too
 
 
 def answers(engine, prompts: list[str]) -> list[str | None]:
