@@ -204,6 +204,12 @@ def test_quantized_tensors_are_refused(write, no_reading):
         load_model(write(tensors))
 
 
+def test_weights_that_are_all_quantized_are_named_as_such(write, no_reading):
+    tensors = {name: tensor.astype(np.int8) for name, tensor in weights().items()}
+    with pytest.raises(ValueError, match="is stored as I8, expected one of F32, F16, BF16; quantized"):
+        load_model(write(tensors))
+
+
 @pytest.mark.parametrize("changes", [{"vocab_size": 2**30}, {"num_hidden_layers": 9999}, {"hidden_size": 2**20}])
 def test_config_larger_than_the_files_is_refused_before_anything_is_made(write, monkeypatch, changes):
     monkeypatch.setattr(load_module.DecoderModel, "types", lambda *_, **__: pytest.fail("made shapes"))
@@ -310,6 +316,12 @@ def test_what_is_no_model_is_refused(write, tmp_path):
         load_model(write() / "config.json")
     with pytest.raises(ValueError, match="revision='main' with the directory"):
         load_model(tmp_path, revision="main")
+    for wrong in (None, 5, b"x"):
+        with pytest.raises(ValueError, match="expected a directory, a URL or a hub id"):
+            load_model(wrong)
+    for wrong in ([1], "x"):
+        with pytest.raises(ValueError, match="expected a mapping of keys to values"):
+            load_model(write(), config=wrong)
     (tmp_path / "config.json").unlink()
     with pytest.raises(ValueError, match="no file config.json"):
         load_model(tmp_path)

@@ -72,6 +72,26 @@ def test_extra_config_keys_are_written_unless_they_change_the_model(tmp_path):
         save_model(model, tmp_path / "saved", hf_config={"eos_tokn_id": 2})
 
 
+def test_what_cannot_be_saved_writes_nothing(tmp_path, monkeypatch):
+    model, _ = load_model(write_checkpoint(tmp_path / "given", load_case("llama1")))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    for directory, hf_config, message in (
+        ("saved", {"eos_token_id": np.int64(3)}, "cannot be written as JSON"),
+        (
+            "saved",
+            {"torch_dtype": "bfloat16"},
+            "hf_config has {'torch_dtype': 'bfloat16'}, and the weights are float32",
+        ),
+        ("memory://x/y", {}, "memory://x/y is a URL, and save_model writes to this machine"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            save_model(model, directory, hf_config=hf_config)
+    assert [path.name for path in tmp_path.iterdir()] == ["given"]
+    save_model(model, "~/saved")
+    assert load_model("~/saved")[0].config == model.config and (tmp_path / "home" / "saved").is_dir()
+
+
 def test_save_that_fails_leaves_the_old_file(tmp_path, monkeypatch):
     model, _ = load_model(write_checkpoint(tmp_path, load_case("llama1")))
     before = (tmp_path / "model.safetensors").read_bytes()

@@ -3,6 +3,7 @@
 import base64
 import hashlib
 import json
+import shutil
 import threading
 import time
 
@@ -280,6 +281,76 @@ def test_fingerprint_depends_on_every_file(tmp_path):
     other = Tokenizer.from_directory(write(tmp_path / "c", byte_level(), tokenizer_config={}, chat_template="x"))
     assert one.fingerprint == same.fingerprint != other.fingerprint
     assert len(one.fingerprint) == len(hashlib.sha256().hexdigest())
+
+
+def in_config(tmp_path, changes) -> Tokenizer:
+    """The tokenizer of models/tiny with other keys in tokenizer_config.json; `changes` gets those that are there."""
+    shutil.copytree("models/tiny", tmp_path, dirs_exist_ok=True, ignore=shutil.ignore_patterns("*.safetensors"))
+    file = tmp_path / "tokenizer_config.json"
+    before = json.loads(file.read_text())
+    file.write_text(json.dumps(before | changes(before["added_tokens_decoder"])))
+    return Tokenizer.from_directory(tmp_path)
+
+
+def token(content: str, **flags: bool) -> dict:
+    return dict.fromkeys(("lstrip", "rstrip", "single_word", "normalized"), False) | {"content": content, **flags}
+
+
+@pytest.mark.parametrize(
+    ("changes", "text", "ids", "decoded"),
+    [
+        (
+            lambda t: {"added_tokens_decoder": t | {"640": token("<|new|>", special=True)}},
+            "a<|new|>b",
+            [68, 640, 69],
+            "ab",
+        ),
+        (
+            lambda t: {"added_tokens_decoder": t | {"640": token("<|new|>", special=False)}},
+            "a<|new|>b",
+            [68, 640, 69],
+            "a<|new|>b",
+        ),
+        (
+            lambda t: {"added_tokens_decoder": t | {"2": t["2"] | {"lstrip": True, "rstrip": True}}},
+            "a <|user|> b",
+            [68, 2, 69],
+            "ab",
+        ),
+        (lambda t: {"additional_special_tokens": ["a"]}, "cab", [70, 68, 69], "cb"),
+        (lambda t: {"extra_special_tokens": ["a"]}, "cab", [70, 68, 69], "cb"),
+        (lambda t: {"split_special_tokens": True}, "a<|user|>", [68, 31, 95, 88, 86, 286, 95, 33], "a<|user|>"),
+    ],
+)
+def test_tokens_of_the_configuration_are_those_of_transformers(tmp_path, changes, text, ids, decoded):
+    """Ids as transformers 5.24 gives them."""
+    tokenizer = in_config(tmp_path, changes)
+    assert tokenizer.encode(text) == ids and tokenizer.decode(ids) == decoded
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ([1], "added_tokens_decoder is \\[1\\]; expected token ids and their tokens"),
+        ({"x": token("a")}, "has the key 'x'; expected a token id"),
+        ({"700": "a"}, "has 'a'; expected a mapping with the token's content"),
+        ({"700": token("b", special=1)}, "expected true or false for single_word"),  # type: ignore[arg-type]
+        (
+            {"700": token("<|new|>")},
+            "has '<|new|>' as token 700, and with tokenizer.json it is 640".replace("|", "\\|"),
+        ),
+    ],
+)
+def test_added_tokens_that_are_none_are_named(tmp_path, given, message):
+    with pytest.raises(ValueError, match=message):
+        in_config(tmp_path, lambda _: {"added_tokens_decoder": given})
+
+
+def test_a_special_token_cannot_replace_what_a_template_is_rendered_with(tmp_path):
+    chat = [{"role": "user", "content": "hi"}]
+    plain = Tokenizer.from_directory("models/tiny").apply_chat_template(chat)
+    tokenizer = in_config(tmp_path, lambda _: {"extra_special_tokens": {"messages": "<|user|>", "tools": "<|user|>"}})
+    assert tokenizer.apply_chat_template(chat) == plain
 
 
 def break_file(directory, name, content):

@@ -1,5 +1,7 @@
 """Log probabilities of prompts: those of the uncached forward, on every path, and the same bits on all of them."""
 
+import dataclasses
+
 import equinox as eqx
 import numpy as np
 import pytest
@@ -190,6 +192,27 @@ def test_a_prompt_that_leaves_for_the_host_half_way_is_scored_anew(engine):
     assert engine.spill_to_host(group.sequences[0]) == 32 // PAGE
     engine.score([text(60, seed=i) for i in range(4)])  # others write to the pages that it had; then it comes back
     check(text(50, seed=3), group.output().prompt_logprobs)
+
+
+def test_the_sample_that_scores_the_prompt_does_not_go_back_into_it(engine):
+    """A fork begins with the last prompt token, whose score the first sample has set aside by then."""
+    ids = list(range(1, 21))
+    sampling = SamplingParams(n=2, max_tokens=6, prompt_logprobs=0, seed=5)
+    (expected,) = engine.generate([Request(prompt_token_ids=ids, sampling=dataclasses.replace(sampling, n=1))])
+    refusals = 0
+    for rounds in range(1, 5):
+        engine.reset()
+        group = engine.submit(Request(prompt_token_ids=ids, sampling=sampling))
+        for _ in range(rounds):
+            engine.step_round(max_steps=1)
+        try:
+            engine.resample(group, [1, 1])
+        except ValueError as error:
+            assert "sample 1 has no token yet; call step_round" in str(error) or "has not started" in str(error)
+            refusals += 1
+        engine.drain()
+        np.testing.assert_array_equal(group.output().prompt_logprobs, expected.prompt_logprobs)
+    assert 0 < refusals < 4
 
 
 def test_cancelled_and_forgotten_requests_wait_for_no_scores(engine):

@@ -300,6 +300,23 @@ def test_a_logits_mod_sees_the_history_and_has_a_memory(model, engine):
         modified.submit(PROMPT, SamplingParams(num_beams=2))
 
 
+def test_a_fork_has_no_constraint_of_the_sample_that_had_its_slot_before(engine):
+    """Constraints of automata and of the host, in all slots."""
+    free = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
+    expected = engine.generate([PROMPT], free)[0].completions[0].token_ids
+    for constraint in (
+        SamplingParams(allowed_token_ids=[70, 71], max_tokens=3),
+        dataclasses.replace(NEST, max_tokens=3),
+    ):
+        engine.generate([PROMPT] * engine.shapes.num_slots, constraint)
+        group = engine.submit(PROMPT, free)
+        for _ in range(2):
+            engine.step_round(max_steps=2)
+        engine.fork(group, 0, engine.config.max_seqs - 1)
+        engine.drain()
+        assert [sample.token_ids for sample in group.sequences] == [expected] * engine.config.max_seqs
+
+
 def test_samples_that_go_on_from_others_take_no_constraint(engine):
     request = engine.submit(PROMPT, dataclasses.replace(PERSON, n=2))
     while not request.sequences[0].token_ids:

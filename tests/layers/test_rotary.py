@@ -135,3 +135,13 @@ def test_unknown_kind_and_missing_parameter_are_refused():
         frequencies(RopeConfig(kind="mrope"), DIM, 1)
     with pytest.raises(ValueError, match="'linear' needs factor"):
         frequencies(RopeConfig(kind="linear"), DIM, 1)
+
+
+def test_parameters_at_which_a_formula_divides_by_zero_are_refused():
+    with pytest.raises(ValueError, match="rope_theta=1 gives all dimensions one frequency"):
+        frequencies(RopeConfig(kind="yarn", theta=1.0, factor=2.0, original_len=64), DIM, 1)
+    with pytest.raises(ValueError, match="heads of 2 have one frequency"):
+        frequencies(RopeConfig(kind="dynamic", factor=2.0, original_len=64), 2, 1)
+    long = dict(short_factor=(1.0,) * (DIM // 2), long_factor=(1.0,) * (DIM // 2), factor=2.0)
+    with pytest.raises(ValueError, match="original_max_position_embeddings=1, expected more"):
+        frequencies(RopeConfig(kind="longrope", original_len=1, **long), DIM, 1)

@@ -384,7 +384,8 @@ def executable(directory: Path, script: str) -> str:
         (["--model", "models/tiny", "--target", "cpu", "--shape", "nowhere.json"], "cannot read nowhere.json"),
         (["--model", "models/tiny", "--target", "cpu", "--prompt-tokens", "0"], "expected more than 0"),
         (["--model", "models/tiny", "--target", "cpu", "--engine.max_seq", "3"], "engine.max_seq.*max_seq"),
-        (["--model", "models/tiny", "--target", "cpu", "--model.dtype", "float16"], "bfloat16 or float32"),
+        (["--model", "models/tiny", "--target", "cpu", "--model.dtype", "float8"], "bfloat16, float16, float32"),
+        (["--model", "models/tiny", "--target", "h100x0"], "target 'h100x0' is not known"),
     ],
 )
 def test_mistakes_are_named(arguments, message, monkeypatch, capsys):

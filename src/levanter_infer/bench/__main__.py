@@ -40,7 +40,11 @@ def main(argv: list[str] | None = None) -> int:
     bench = importlib.import_module(f"levanter_infer.bench.{command.replace('-', '_')}")
     options = argparse.ArgumentParser(prog=f"{prog} {command}", description=COMMANDS[command])
     bench.add_arguments(options)
-    bench.run(options.parse_args(argv[1:]))
+    arguments = options.parse_args(argv[1:])
+    try:
+        bench.run(arguments)
+    except ValueError as error:
+        options.error(str(error))
     return 0
 
 

@@ -151,7 +151,9 @@ def _wanted_dtype(dtype: str | None) -> np.dtype | None:
 
 def _check_size(config: DecoderConfig, tensors: dict[str, StoredTensor], source: Source) -> None:
     """Refuse a config.json of a larger model than the files can hold, before anything of its size is allocated."""
-    smallest = min(dtype.itemsize for dtype in DTYPES.values())
+    # Of a dtype that is not supported, which `_check_headers` names, a number may take a byte
+    is_known = all(tensor.dtype in DTYPES for tensor in tensors.values())
+    smallest = min(dtype.itemsize for dtype in DTYPES.values()) if is_known else 1
     held = sum(tensor.num_bytes for tensor in tensors.values()) // smallest
     if config.num_parameters > held or config.num_layers > len(tensors):
         raise ValueError(

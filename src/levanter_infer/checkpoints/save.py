@@ -19,9 +19,11 @@ def save_model(model: DecoderModel, directory: str | Path, *, hf_config: Mapping
     """Write `config.json` and `model.safetensors` with HF's names and layouts; loading them gives `model` bit for bit.
 
     Args:
-        directory: created if absent; files with these two names are replaced, others stay.
+        directory: of this machine, with ~ for the home directory; created if absent. Files with these two names are
+            replaced, others stay.
         hf_config: further keys of config.json, such as `eos_token_id`; they must not change the model.
-    Raises: ValueError if `hf_config` contradicts the model, or the dtype has no name in safetensors.
+    Raises: ValueError if `hf_config` contradicts the model or is no JSON, the dtype has no name in safetensors, or
+        `directory` is a URL; nothing is written then.
     """
     family = FAMILIES[model.config.model_type]
     if model.is_packed:
@@ -40,7 +42,16 @@ def save_model(model: DecoderModel, directory: str | Path, *, hf_config: Mapping
     }
     if family.config_from_hf(config) != model.config:
         raise ValueError(f"hf_config={dict(hf_config or {})} changes the model; leave out the keys that the model sets")
-    directory = Path(directory)
+    stored = {key: config[key] for key in ("torch_dtype", "dtype") if config.get(key, name) != name}
+    if stored:
+        raise ValueError(f"hf_config has {stored}, and the weights are {name}; leave it out, or cast them first")
+    try:
+        text = json.dumps(config, indent=2) + "\n"
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"hf_config={dict(hf_config or {})} cannot be written as JSON: {error}") from None
+    if "://" in str(directory):
+        raise ValueError(f"{directory} is a URL, and save_model writes to this machine; save and copy the directory")
+    directory = Path(directory).expanduser()
     directory.mkdir(parents=True, exist_ok=True)
     params = fused_parameters(model, family.tensors)
     write_safetensors(
@@ -52,7 +63,7 @@ def save_model(model: DecoderModel, directory: str | Path, *, hf_config: Mapping
         ],
         _tensors(model, params),
     )
-    (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    (directory / "config.json").write_text(text)
 
 
 def _tensors(model: DecoderModel, params: list[tuple[Parameter, ...]]) -> Iterator[np.ndarray]:

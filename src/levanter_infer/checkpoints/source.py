@@ -2,7 +2,9 @@
 
 import json
 import logging
+import os
 import re
+import reprlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -161,6 +163,8 @@ def resolve_source(path_or_id: str | Path, revision: str | None = None, *, weigh
         weights: download the safetensors too.
     Raises: ValueError if there is no such directory, URL or repository.
     """
+    if not isinstance(path_or_id, str | os.PathLike):
+        raise ValueError(f"model is {reprlib.repr(path_or_id)}; expected a directory, a URL or a hub id")
     if isinstance(path_or_id, str) and is_url(path_or_id):
         opened = open_directory(path_or_id)
         if revision is not None:

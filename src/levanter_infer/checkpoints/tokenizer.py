@@ -39,6 +39,8 @@ _MAX_TEMPLATES = 64
 _MAX_FILE_BYTES = 2**28
 _MAX_EOS = 64
 """Largest number of end-of-sequence ids: each takes an entry in the tables of every request."""
+_TEMPLATE_ARGUMENTS = ("messages", "tools", "add_generation_prompt", "continue_final_message")
+"""What a template is rendered with; a special token of such a name does not replace it."""
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _LLAMA, _CODE_LLAMA = "LlamaTokenizer", "CodeLlamaTokenizer"
 _DEFAULT_TOKENS = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
@@ -82,7 +84,9 @@ class Tokenizer:
         self._decoded_growth = growth(self._tokenizer.decoder)
         check_growth(self._growth, f"{where}/tokenizer.json: its normalizers and pre-tokenizers")
         check_growth(self._decoded_growth, f"{where}/tokenizer.json: its decoders")
+        self._add_tokens()
         self._mark_special()
+        self._tokenizer.encode_special_tokens = self._config.get("split_special_tokens") is True
         self.vocab_size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
         self._special_ids = frozenset(
             i for i, token in self._tokenizer.get_added_tokens_decoder().items() if token.special
@@ -257,7 +261,8 @@ class Tokenizer:
         if chat_template is None:
             chat_template = "tool_use" if tools is not None and "tool_use" in self._template_sources else "default"
         template = self._template(chat_template)
-        variables = {"documents": None, **self._named_tokens, **chat_template_kwargs}
+        named = {name: token for name, token in self._named_tokens.items() if name not in _TEMPLATE_ARGUMENTS}
+        variables = {"documents": None, **named, **chat_template_kwargs}
         text = template.render(
             messages,
             tools=tools,
@@ -273,10 +278,31 @@ class Tokenizer:
         token = self._named_tokens.get(name)
         return self._tokenizer.token_to_id(token) if isinstance(token, str) else None
 
+    def _add_tokens(self) -> None:
+        """Add the tokens of `added_tokens_decoder` that tokenizer.json has not, or with other properties."""
+        given = self._config.get("added_tokens_decoder") or {}
+        where = f"{self._where}/tokenizer_config.json: added_tokens_decoder"
+        if not isinstance(given, Mapping):
+            raise ValueError(f"{where} is {reprlib.repr(given)}; expected token ids and their tokens")
+        tokens = {_token_id(key, where): _added_token(value, where) for key, value in given.items()}
+        known = {repr(token) for token in self._tokenizer.get_added_tokens_decoder().values()}
+        for number, token in sorted(tokens.items()):
+            if repr(token) not in known:
+                self._tokenizer.add_tokens([token])
+                if self._tokenizer.token_to_id(token.content) != number:
+                    raise ValueError(
+                        f"{where} has {reprlib.repr(token.content)} as token {number}, and with tokenizer.json it is "
+                        f"{self._tokenizer.token_to_id(token.content)}; save the tokenizer again"
+                    )
+
     def _mark_special(self) -> None:
-        """Mark the named tokens of the configuration as special where the vocabulary has them as ordinary tokens."""
+        """Mark the named and further special tokens of the configuration as special where the vocabulary has them as
+        ordinary tokens."""
         added = {token.content for token in self._tokenizer.get_added_tokens_decoder().values()}
-        names = [t for t in self._named_tokens.values() if isinstance(t, str) and t not in added]
+        lists = (self._config.get(key) for key in ("additional_special_tokens", "extra_special_tokens"))
+        further = [token for tokens in lists if isinstance(tokens, list) for token in tokens]
+        further = [token.get("content") if isinstance(token, Mapping) else token for token in further]
+        names = [t for t in (*self._named_tokens.values(), *further) if isinstance(t, str) and t not in added]
         self._tokenizer.add_special_tokens([t for t in names if self._tokenizer.token_to_id(t) is not None])
 
     def _set_post_processor(self, kind: str | None) -> None:
@@ -356,6 +382,25 @@ def _parse_json(files: Mapping[str, bytes], name: str, where: str) -> dict:
     if not isinstance(value, dict):
         raise ValueError(f"{where}/{name} holds a {type(value).__name__}; expected a JSON object")
     return value
+
+
+def _token_id(key: object, where: str) -> int:
+    if isinstance(key, str) and re.fullmatch(r"\d{1,9}", key):
+        return int(key)
+    raise ValueError(f"{where} has the key {reprlib.repr(key)}; expected a token id")
+
+
+_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
+
+
+def _added_token(value: object, where: str) -> tokenizers.AddedToken:
+    content = value.get("content") if isinstance(value, Mapping) else None
+    if not isinstance(value, Mapping) or not isinstance(content, str) or not content:
+        raise ValueError(f"{where} has {reprlib.repr(value)}; expected a mapping with the token's content")
+    flags = {name: value[name] for name in _FLAGS if name in value}
+    if not all(type(flag) is bool for flag in flags.values()):
+        raise ValueError(f"{where} has {reprlib.repr(value)}; expected true or false for {', '.join(_FLAGS)}")
+    return tokenizers.AddedToken(content, **flags)
 
 
 def _named_tokens(config: Mapping, tokens_map: Mapping) -> dict[str, object]:

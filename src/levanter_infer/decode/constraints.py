@@ -157,6 +157,11 @@ class ConstraintTable(eqx.Module):
             states=scatter(self.states, slots, jnp.zeros_like(slots)),
         )
 
+    def moved(self, ancestors: Array) -> "ConstraintTable":
+        """Each slot goes on with the automaton and the state of its ancestor, i32[seq]."""
+        moved = {name: getattr(self, name)[ancestors] for name in ("automata", "states", "guided")}
+        return replace(self, **moved)
+
     def rows(self, slots: Array) -> RowMasks:
         """The masks of the sequences in `slots`, i32[row]; absent slots are not constrained."""
         automaton = gather(self.automata, slots, self.num_automata)

@@ -55,7 +55,10 @@ def resample_samples(
     table = state.sequences
     arrival = jnp.where(mask, arrival, table.arrival)
     table = replace(table, arrival=arrival, priority=table.priority[ancestors])
-    return replace(state, sequences=table, sampling=replace(state.sampling, **columns))
+    constraints = state.constraints
+    if constraints is not None:  # a slot that was free has those of its last sample
+        constraints = constraints.moved(ancestors)
+    return replace(state, sequences=table, sampling=replace(state.sampling, **columns), constraints=constraints)
 
 
 _Tables = tuple[SequenceTable, PageTable, tuple[WindowPages, ...]]

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from levanter_infer.engine.params import brief
 from levanter_infer.engine.request_state import RequestState, SampleState
 from levanter_infer.engine.scheduler import RankSlots
 
@@ -18,6 +19,12 @@ def checked_ancestors(request: RequestState, ancestors: Sequence[int]) -> list[i
     for i, ancestor in enumerate(ancestors):
         _check_index(f"ancestors[{i}]", ancestor, num)
     _check_started(request)
+    first = request.sequences[int(ancestors[0])]
+    if request.awaits_scores and first.index > 0 and not first.token_ids:
+        raise ValueError(
+            f"ancestors[0]={first.index}: sample 0 scores the prompt of request {brief(request.id)}, and sample "
+            f"{first.index} has no token yet; call step_round until it has one"
+        )
     return [int(ancestor) for ancestor in ancestors]
 
 

@@ -184,8 +184,9 @@ class RequestOutput:
     """The likeliest tokens at the same positions, best first, and their log probability, when asked for."""
     num_cached_tokens: int | None = None
     """Prompt tokens whose keys and values were found by prefix caching when the request first reached them, so that it
-    did not compute them; whole pages. What it computes again, or finds again, after a preemption does not count. Its
-    `n` samples share one computation of the prompt, which is no caching. None for a refused request."""
+    did not compute them; whole pages, unless it was preempted within one. What it computes again, or finds again, after
+    a preemption does not count. Its `n` samples share one computation of the prompt, which is no caching. None for a
+    refused request."""
     first_sample: int = 0
     """That of the request."""
     num_continued_tokens: int = 0

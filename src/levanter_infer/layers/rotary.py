@@ -248,6 +248,8 @@ def _reciprocal(values: np.ndarray) -> np.ndarray:
 def _dynamic_theta(config: RopeConfig, head_dim: int, rope_len: int) -> float:
     """Source: NTK-aware scaling by bloc97 and emozilla."""
     factor, original = _need(config, "factor"), _need(config, "original_len")
+    if head_dim <= 2:
+        raise ValueError(f"rope: heads of {head_dim} have one frequency, which the type dynamic does not scale")
     stretch = factor * max(rope_len, original) / original - (factor - 1)
     return config.theta * stretch ** (head_dim / (head_dim - 2))
 
@@ -255,6 +257,8 @@ def _dynamic_theta(config: RopeConfig, head_dim: int, rope_len: int) -> float:
 def _yarn(config: RopeConfig, head_dim: int, periods: np.ndarray) -> np.ndarray:
     """Fast dimensions keep their frequency, slow ones are divided by `factor`. Source: arXiv:2309.00071."""
     factor, original = _need(config, "factor"), _need(config, "original_len")
+    if config.theta == 1:
+        raise ValueError("rope: rope_theta=1 gives all dimensions one frequency; expected another with the type yarn")
 
     def dimension(rotations: float) -> float:
         """The dimension that turns `rotations` times within the original length."""
@@ -289,8 +293,10 @@ def _longrope_attention_factor(config: RopeConfig) -> float:
     """Source: arXiv:2402.13753, with Phi-3's scaling."""
     if config.attention_factor is not None:
         return config.attention_factor
-    factor = _need(config, "factor")
-    return 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(_need(config, "original_len")))
+    factor, original = _need(config, "factor"), _need(config, "original_len")
+    if factor > 1 and original <= 1:
+        raise ValueError(f"rope: original_max_position_embeddings={original}, expected more with the type longrope")
+    return 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
 
 
 def _llama3(config: RopeConfig, inv_freq: np.ndarray) -> np.ndarray:

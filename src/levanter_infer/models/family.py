@@ -59,6 +59,8 @@ class Family:
     def unused_names(self, raw: Mapping[str, Any]) -> tuple[str, ...]:
         """Starts of the names of tensors that are not read, with this config.json."""
         extra = 0 if self.extra_layers_key is None else raw.get(self.extra_layers_key) or 0
+        if extra > MAX_LAYERS:
+            raise ValueError(f"config.json: {self.extra_layers_key}={extra}, expected at most {MAX_LAYERS}")
         last = raw.get("num_hidden_layers", 0)
         return (*self.unused, *(f"model.layers.{last + i}." for i in range(extra)))
 

@@ -90,7 +90,7 @@ class HfConfig:
         self._names = names
         self._read: set[str] = set()
         for key, own in names.items():
-            if own in raw and raw.get(key, raw[own]) != raw[own]:
+            if own in raw and key in raw and raw[key] != raw[own]:
                 raise ValueError(f"config.json: {own}={raw[own]!r} but {key}={raw[key]!r}; leave one out")
             if own in raw:
                 self.raw[key] = self.raw.pop(own)

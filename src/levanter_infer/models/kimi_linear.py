@@ -85,7 +85,8 @@ def _flat(raw: Mapping[str, Any]) -> dict[str, Any]:
     number = raw.get("num_hidden_layers")
     if (full or delta) and raw.get("layer_types") is None and type(number) is int:
         listed = [*full, *delta] if isinstance(full, list) and isinstance(delta, list) else []
-        if any(type(layer) is not int for layer in listed) or sorted(listed) != list(range(1, number + 1)):
+        is_wrong = number != len(listed) or any(type(layer) is not int for layer in listed)
+        if is_wrong or sorted(listed) != list(range(1, number + 1)):
             raise ValueError(
                 f"config.json: linear_attn_config has {FULL_LAYERS}={full!r} and {DELTA_LAYERS}={delta!r}, expected "
                 f"each of the layers 1 to {number} once"

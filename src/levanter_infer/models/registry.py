@@ -104,8 +104,10 @@ REFUSED = {"deepseek_v32": _SPARSE, "glm_moe_dsa": _SPARSE}
 def family_for(hf_config: Mapping[str, Any]) -> Family:
     """The family of a `config.json`. Raises: ValueError if there is none."""
     known = FAMILIES | MULTIMODAL
+    if not isinstance(hf_config, Mapping):
+        raise ValueError(f"config.json is {type(hf_config).__name__}; expected a mapping of keys to values")
     model_type = hf_config.get("model_type")
-    if model_type in REFUSED:
+    if isinstance(model_type, str) and model_type in REFUSED:
         raise ValueError(f"config.json: model_type={model_type!r}: {REFUSED[model_type]}")
     if not isinstance(model_type, str) or model_type not in known:
         raise ValueError(

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from levanter_infer.engine.backend_choice import BackendChoice
 
 _MAX_BYTES = 2**20
-_DTYPES = ("bfloat16", "float32")
+_DTYPES = ("bfloat16", "float16", "float32")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -192,11 +192,14 @@ def _cached(name: str, revision: str | None) -> Path | None:
 
 def _dtype(config: RunConfig, hf_config: Mapping[str, Any]) -> str:
     """Dtype of the weights: as configured, else the stored one of config.json."""
-    dtype = config.model.dtype or hf_config.get("torch_dtype") or hf_config.get("dtype")
+    text_config = hf_config.get("text_config")
+    sources = [hf_config, text_config if isinstance(text_config, Mapping) else {}]
+    stored = (source.get(key) for source in sources for key in ("torch_dtype", "dtype"))
+    dtype = config.model.dtype or next(filter(None, stored), None)
     if dtype not in _DTYPES:
         raise ValueError(
             f"model.dtype is {config.model.dtype or 'not given'} and config.json says {dtype or 'nothing'}; expected "
-            f"{' or '.join(_DTYPES)}: give model.dtype"
+            f"{', '.join(_DTYPES)}: give model.dtype"
         )
     return str(dtype)
 

@@ -11,7 +11,7 @@ from levanter_infer.runtime.memory import available_bytes
 
 _GIB = 2**30
 _TPU_NAME = re.compile(r"(v4|v5e|v5litepod|v5p|v6e)-(\d+)")
-_GPU_NAME = re.compile(r"([a-z0-9-]+?)(?:x(\d+))?")
+_GPU_NAME = re.compile(r"([a-z0-9-]+?)(?:x([1-9]\d*))?")
 _CPU_NAME = re.compile(r"cpu(?:x([1-9]\d?))?")
 _CORES_COUNT = ("v4", "v5p")
 """Generations whose slices are named by the number of cores, two on a chip."""
