@@ -207,7 +207,16 @@ def test_weights_that_are_too_large_want_more_chips():
 def test_a_mesh_larger_than_the_target_does_not_fit_it():
     spec = job_8b("v5e-4", {"model": 8})
     assert misfit(spec) == "mesh: data=1 times model=8 is 8 devices, and v5e-4 has 4"
-    assert [str(change) for change in smallest_changes(spec)] == ["target: v5e-4 -> v5e-8"]
+    found = [str(change) for change in smallest_changes(spec)]
+    assert found == ["mesh.model: 8 -> 4", "target: v5e-4 -> v5e-8"]
+
+
+def test_an_axis_of_a_mesh_is_shortened_to_the_chips_that_are_there():
+    spec = job_8b("v5e-16", {"model": 4, "data": 100})
+    assert str(smallest_changes(spec)[0]) == "mesh.data: 100 -> 4"
+    spec = job_8b("v5e-16", {"model": 4, "expert": 2})
+    assert "the model has no experts" in str(misfit(spec))
+    assert [str(change) for change in smallest_changes(spec)] == ["mesh.expert: 2 -> 1"]
 
 
 def test_what_the_compiler_needs_beyond_the_shapes_counts():

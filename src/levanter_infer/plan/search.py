@@ -144,7 +144,25 @@ def _more_parts(spec: EngineSpec, extra_bytes: int) -> Change | None:
                 mesh = spec.mesh | {"data": data, "model": model}
                 before = {"data": now.data, "model": now.model}
                 changed = dataclasses.replace(spec, mesh=mesh)
-                yield Change("mesh", before, {"data": data, "model": model}, model / now.model, changed)
+                factor = max(model / now.model, now.data / data)
+                yield Change("mesh", before, {"data": data, "model": model}, factor, changed)
+
+    return _first(changes(), extra_bytes)
+
+
+def _fewer_parts(spec: EngineSpec, extra_bytes: int) -> Change | None:
+    """For a mesh larger than the target: one of its axes as long as there are chips for. Or no expert parallelism."""
+    mesh, chips = spec.mesh_config, spec.machine.num_chips
+
+    def changes() -> Iterator[Change]:
+        for axis in ("data", "model", "expert"):
+            now = getattr(mesh, axis)
+            most = chips // (mesh.num_devices // now)
+            if axis == "expert" and most >= now:
+                most = 1
+            if 0 < most < now:
+                changed = dataclasses.replace(spec, mesh=spec.mesh | {axis: most})
+                yield Change(f"mesh.{axis}", now, most, now / most, changed)
 
     return _first(changes(), extra_bytes)
 
@@ -187,6 +205,7 @@ _SEARCHES: tuple[Callable[[EngineSpec, int], Change | None], ...] = (
     _smaller_steps,
     _shorter,
     _more_parts,
+    _fewer_parts,
     _narrower_pages,
     _narrower_weights,
     _larger_target,
