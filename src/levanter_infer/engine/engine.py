@@ -506,8 +506,9 @@ class InferenceEngine:
         samples take part: a descendant of one is finished like it, and a finished one that goes on from one that runs
         takes a free slot. What ends or begins here is not reported by `step_round`: the caller knows of it. On a mesh
         over several processes all of them call this, with the same ancestors.
-        Raises: ValueError if `ancestors` does not name a sample for each, the prompt is not yet on the device, or no
-            slot is free; as `cancel`.
+        Raises: ValueError if `ancestors` does not name a sample for each, the prompt is not yet on the device, no slot
+            is free, or the sample that sample 0 of a request with `prompt_logprobs` goes on from has no token yet; as
+            `cancel`.
         """
         check_submitted("resample", request, self._scheduler)
         self._rounds.pause()
