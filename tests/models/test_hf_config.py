@@ -337,3 +337,20 @@ def test_keys_that_libraries_write_and_do_not_read_change_nothing():
     beside = {"rope_parameters": {**kinds, "rope_type": "default", "rope_theta": None}, "_sliding_window_pattern": 2}
     beside["use_qk_norm"] = True
     assert gemma3(**beside) == plain
+
+
+@pytest.mark.parametrize(
+    "case, changes, message",
+    [
+        ("deepseek_v3", {"num_nextn_predict_layers": 2**31 - 1}, "_layers=2147483647, expected at most"),
+        ("kimi_linear", {"num_hidden_layers": 2**31 - 1}, "expected each of the layers 1 to 2147483647 once"),
+        ("kimi_linear", {"model_max_length": float("nan")}, "model_max_length=nan, expected a whole number"),
+        ("kimi_linear", {"model_type": ["llama"]}, "model_type=.'llama'., expected one of"),
+    ],
+)
+def test_a_number_that_nothing_can_hold_is_refused_at_once(case, changes, message):
+    raw = {**load_case(case).config, **changes}
+    with pytest.raises(ValueError, match=message):
+        family = family_for(raw)
+        family.config_from_hf(raw)
+        family.unused_names(raw)
