@@ -16,7 +16,7 @@ from typing import IO, Any
 import numpy as np
 
 from levanter_infer.batch import tables
-from levanter_infer.batch.openai import as_row, is_batch_line
+from levanter_infer.batch.openai import as_row, is_batch_line, line_id
 from levanter_infer.batch.store import file_system
 from levanter_infer.engine.params import brief
 from levanter_infer.io.prompts import MAX_LINE_BYTES, chat_of, given_id, no_columns, parse_line, row_id
@@ -213,7 +213,7 @@ class Input:
                 count += 1
                 if count == shard.rows and digest.hexdigest() != shard.sha256:
                     raise changed  # before the last row is given, so that the shard cannot be finished
-                yield f"{name}:{line}", self._content(self._parse(raw, line, shard.file))
+                yield f"{name}:{line}", self._content(self._parse(raw, shard.file))
             if count != shard.rows:
                 raise changed
         except _UNREADABLE as e:
@@ -230,8 +230,7 @@ class Input:
     def _open(self, number: int) -> IO[bytes]:
         return self._fs.open(self.paths[number], "rb", compression="infer")
 
-    def _parse(self, raw: bytes, line: int, number: int) -> Any:
-        raw = raw.removeprefix(codecs.BOM_UTF8) if line == 1 else raw
+    def _parse(self, raw: bytes, number: int) -> Any:
         return parse_line(raw, jsonl=self._kinds[number] == "jsonl", as_chat=False)
 
     def _content(self, content: Any) -> Any:
@@ -262,7 +261,7 @@ class Input:
 
         with self._open(number) as file:
             for line, raw in _lines(file, 0, None, take):
-                content = self._parse(raw, line, number) if self._kinds[number] == "jsonl" else None
+                content = self._parse(raw, number) if self._kinds[number] == "jsonl" else None
                 ids.add(_id_of(content), first_row + rows)
                 rows += 1
                 until_row = digest.copy()
@@ -322,7 +321,8 @@ def _kind(path: str) -> str:
 
 
 def _lines(file: IO[bytes], before: int, rows: int | None, on_bytes) -> Iterator[tuple[int, bytes]]:
-    """(number from 1, line) of up to `rows` lines that are not blank; a line that is too long is truncated.
+    """(number from 1, line without a byte order mark) of up to `rows` lines that are not blank; a line that is too long
+    is truncated.
 
     Args:
         before: number of lines before the first.
@@ -336,17 +336,16 @@ def _lines(file: IO[bytes], before: int, rows: int | None, on_bytes) -> Iterator
         while len(rest) > MAX_LINE_BYTES and not rest.endswith(b"\n"):
             rest = file.readline(MAX_LINE_BYTES + 1)
             on_bytes(rest)
-        if (line.removeprefix(codecs.BOM_UTF8) if number == 1 else line).strip():
+        if number == 1:
+            line = line.removeprefix(codecs.BOM_UTF8)
+        if line.strip():
             found += 1
             yield number, line
 
 
 def _id_of(content: Any) -> str | None:
     """The id of a row, if it has one."""
-    if is_batch_line(content):
-        name = content.get("custom_id")
-        content = {"id": name} if isinstance(name, str) and name else {}
-    return given_id(content)
+    return line_id(content) if is_batch_line(content) else given_id(content)
 
 
 class _Ids:

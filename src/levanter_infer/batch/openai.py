@@ -22,8 +22,14 @@ _KEYS = ("custom_id", "method", "url", "body")
 
 
 def is_batch_line(content: Any) -> bool:
-    """Whether a row is a line of OpenAI's batch format; its id is its `custom_id` then."""
+    """Whether a row is a line of OpenAI's batch format."""
     return isinstance(content, dict) and not {"custom_id", "body"}.isdisjoint(content)
+
+
+def line_id(line: dict[str, Any]) -> str | None:
+    """The id of a batch line, which is its `custom_id`; None if that is not a string of a valid length."""
+    name = line.get("custom_id")
+    return given_id({"id": name}) if isinstance(name, str) and name else None
 
 
 def as_row(content: Any, model_names: Sequence[str]) -> Any:
@@ -35,11 +41,12 @@ def as_row(content: Any, model_names: Sequence[str]) -> Any:
     """
     if not is_batch_line(content):
         return content
-    name = content.get("custom_id")
-    given = given_id({"id": name}) if isinstance(name, str) and name else None
+    given = line_id(content)
     try:
         if given is None:
-            raise ValueError(f"custom_id is {brief(name)}; expected a string of 1 to {MAX_ID_CHARS} characters")
+            raise ValueError(
+                f"custom_id is {brief(content.get('custom_id'))}; expected a string of 1 to {MAX_ID_CHARS} characters"
+            )
         return _row(content, given, model_names)
     except ValueError as e:
         raise RefusedRow(str(e), given) from None

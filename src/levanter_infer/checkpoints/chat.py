@@ -12,9 +12,11 @@ from typing import Any
 
 CHAT_KEYS = ("tools", "chat_template_kwargs", "add_generation_prompt", "continue_final_message")
 """Settings of a chat: keys of a configuration, of a row, and of a request."""
+TEMPLATE_ARGUMENTS = ("messages", "tools", "add_generation_prompt", "continue_final_message")
+"""What a template is rendered with besides its variables, which have other names."""
 _RESERVED = {
     **dict.fromkeys(
-        ("messages", "tools", "add_generation_prompt", "continue_final_message"),
+        TEMPLATE_ARGUMENTS,
         "is a parameter of its own; give it beside chat_template_kwargs",
     ),
     "conversation": "is given as messages",

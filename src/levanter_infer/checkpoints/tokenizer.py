@@ -18,7 +18,7 @@ from typing import Any
 import tokenizers
 from tokenizers import processors
 
-from levanter_infer.checkpoints.chat import check_template_kwargs
+from levanter_infer.checkpoints.chat import TEMPLATE_ARGUMENTS, check_template_kwargs
 from levanter_infer.checkpoints.chat_template import ChatTemplate
 from levanter_infer.checkpoints.source import Source
 from levanter_infer.checkpoints.tokenizer_limits import HARMLESS_GROWTH, TokenBound, check_growth, check_length, growth
@@ -39,8 +39,6 @@ _MAX_TEMPLATES = 64
 _MAX_FILE_BYTES = 2**28
 _MAX_EOS = 64
 """Largest number of end-of-sequence ids: each takes an entry in the tables of every request."""
-_TEMPLATE_ARGUMENTS = ("messages", "tools", "add_generation_prompt", "continue_final_message")
-"""What a template is rendered with; a special token of such a name does not replace it."""
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _LLAMA, _CODE_LLAMA = "LlamaTokenizer", "CodeLlamaTokenizer"
 _DEFAULT_TOKENS = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
@@ -261,7 +259,7 @@ class Tokenizer:
         if chat_template is None:
             chat_template = "tool_use" if tools is not None and "tool_use" in self._template_sources else "default"
         template = self._template(chat_template)
-        named = {name: token for name, token in self._named_tokens.items() if name not in _TEMPLATE_ARGUMENTS}
+        named = {name: token for name, token in self._named_tokens.items() if name not in TEMPLATE_ARGUMENTS}
         variables = {"documents": None, **named, **chat_template_kwargs}
         text = template.render(
             messages,
