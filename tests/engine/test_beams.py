@@ -1,5 +1,7 @@
 """Beam search through the engine: HF transformers' hypotheses and scores, in any batch and through preemption."""
 
+import dataclasses
+
 import equinox as eqx
 import numpy as np
 import pytest
@@ -172,6 +174,27 @@ def test_a_search_that_is_cancelled_gives_all_its_pages_back(engine):
     assert [c.finish_reason for c in first.completions()] == ["abort"] * 3
     assert all(c.token_ids == [] and c.score is None for c in first.completions())
     assert_found(second.completions(), answers()["plain"][1], CASES["plain"].ends)
+
+
+def test_a_search_that_loses_its_pages_amid_its_prompt_starts_again_as_a_whole(engine):
+    """Beams that ran on while their leader waited kept the room that it needed to start again."""
+    asked = request("plain", 17, max_tokens=2, num_beams=4, n=4)
+    asked = dataclasses.replace(asked, prompt_token_ids=(asked.prompt_token_ids * 2)[:28])
+    engine.reset()
+    (expected,) = engine.generate([asked])
+    engine.reset()
+    group = engine.submit(asked)
+    engine.step_round(max_steps=1)
+    engine.flush()
+    computed = np.asarray(engine.state.decode.sequences.num_computed)[[s.slot for s in group.sequences]]
+    assert computed.tolist() == [16, 0, 0, 0]
+    engine.sleep()
+    engine.wake()
+    for _ in range(20):
+        engine.step_round(max_steps=1)
+    engine.flush()
+    assert group.is_done
+    assert [c.token_ids for c in group.completions()] == [c.token_ids for c in expected.completions]
 
 
 def test_a_beam_that_is_not_finite_ends_its_search_and_harms_nobody(engine):

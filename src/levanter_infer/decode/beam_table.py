@@ -91,7 +91,7 @@ class NoBeams(eqx.Module):
 
     def must_recompute(self, slots: Array, recomputes: Array) -> Array:
         """Slots that compute their tokens again when the weights change, bool[seq]: those in the mask `recomputes`, and
-        beams in the mask `slots`, which go on from one another page by page."""
+        the groups of beams in the mask `slots`, because beams continue one another page by page."""
         return recomputes
 
     def rows_that_emit(self, slots: Array, samples: Array, masks: tuple[Array, ...]) -> tuple[Array, ...]:
@@ -220,7 +220,8 @@ class BeamTable(NoBeams):
         return jnp.where(follows, self.params.leaders, fork_source)
 
     def must_recompute(self, slots: Array, recomputes: Array) -> Array:
-        return recomputes | (slots & self.searches)
+        # Also beams without pages, which wait for their leader: while they run, it may find no room to start again
+        return recomputes | (self.num_in_group(slots & self.searches) > 0)
 
     def rows_that_emit(self, slots: Array, samples: Array, masks: tuple[Array, ...]) -> tuple[Array, ...]:
         searches = samples & gather(self.searches, slots, False)
