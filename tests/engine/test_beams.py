@@ -177,7 +177,7 @@ def test_a_search_that_is_cancelled_gives_all_its_pages_back(engine):
 
 
 def test_a_search_that_loses_its_pages_amid_its_prompt_starts_again_as_a_whole(engine):
-    """Beams that ran on while their leader waited kept the room that it needed to start again."""
+    """Beams that ran on while their leader waited kept the free pages that it needed to start again."""
     asked = request("plain", 17, max_tokens=2, num_beams=4, n=4)
     asked = dataclasses.replace(asked, prompt_token_ids=(asked.prompt_token_ids * 2)[:28])
     engine.reset()

@@ -220,7 +220,7 @@ class BeamTable(NoBeams):
         return jnp.where(follows, self.params.leaders, fork_source)
 
     def must_recompute(self, slots: Array, recomputes: Array) -> Array:
-        # Also beams without pages, which wait for their leader: while they run, it may find no room to start again
+        # Also beams without pages, which wait for their leader: while they run, it may lack free pages to start again
         return recomputes | (self.num_in_group(slots & self.searches) > 0)
 
     def rows_that_emit(self, slots: Array, samples: Array, masks: tuple[Array, ...]) -> tuple[Array, ...]:
