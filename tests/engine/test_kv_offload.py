@@ -326,6 +326,20 @@ def test_what_cannot_be_moved_is_said(engine, monkeypatch):
     check_idle(engine)
 
 
+def test_what_a_scored_prompt_has_computed_itself_is_not_found_when_it_computes_itself_again(engine):
+    """Its scores are not moved, so it starts again, and finds its own pages."""
+    asked = request(40, prompt=27, max_tokens=2)
+    asked = dataclasses.replace(asked, sampling=dataclasses.replace(asked.sampling, prompt_logprobs=0))
+    group = started(engine, asked, 1)
+    flush_known(engine)
+    (sequence,) = group.sequences
+    assert engine.state.decode.sequences.num_computed[sequence.slot] == 16
+    assert engine.spill_to_host(sequence) == 4
+    engine.prefetch(sequence)
+    check_idle(engine)
+    assert group.is_done and group.output().num_cached_tokens == 0
+
+
 def test_beams_that_compute_themselves_again_share_their_prompt(engine):
     """Without that a pool that holds a search might not hold it any more."""
     state = DecodeState.init(dataclasses.replace(engine.shapes, max_beams=4))

@@ -198,7 +198,12 @@ def release(state: DecodeState, slots: Array) -> DecodeState:
             for each in state.windows
         )
         page_indices = jnp.where(slots[:, None], page_table.num_pages, table.page_indices)
-        table = replace(table, page_indices=page_indices, num_computed=jnp.where(slots, 0, table.num_computed))
+        table = replace(
+            table,
+            page_indices=page_indices,
+            num_computed=jnp.where(slots, 0, table.num_computed),
+            num_reached=jnp.where(slots, jnp.maximum(table.num_reached, table.num_computed), table.num_reached),
+        )
         return replace(state, sequences=table, page_table=page_table, windows=windows)
 
     return run_if(jnp.any(slots & (state.sequences.num_computed > 0)), release_all, state)
