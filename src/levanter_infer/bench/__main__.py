@@ -30,7 +30,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog=prog,
         description=__doc__,
-        epilog=f"commands:\n{listing}\n\nCOMMAND --help tells its options.",
+        epilog=f"commands:\n{listing}\n\nCOMMAND --help lists its options.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("command", choices=COMMANDS, metavar="COMMAND", help="one of: " + ", ".join(COMMANDS))

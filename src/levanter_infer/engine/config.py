@@ -48,8 +48,8 @@ class EngineConfig:
     max_seq_len: int | None = None
     """Prompt and generated tokens of one sequence. Default: the model's context length, at most 32768."""
     max_step_tokens: int | None = None
-    """Tokens computed in one step; bounds the prompt chunks of chunked prefill. Default 256, or 4 *
-    max_seqs if that is more; on a GPU 2048, as far as `max_seqs` sequences have so many."""
+    """Tokens computed in one step, at most; bounds the prompt chunks of chunked prefill. Default 256, or 4 *
+    max_seqs if that is more; on a GPU 2048, or `max_seqs` * `max_seq_len` if that is less."""
     kv_dtype: str | None = None
     """dtype of the KV cache: float32, bfloat16, float16, int8 (with a scale per head and token) or float8_e4m3fn.
     Default: that of the model's weights. The precision of the narrow ones: docs/numerics.md."""
@@ -74,8 +74,8 @@ class EngineConfig:
     it (docs/architecture.md). false: they keep all pages, like layers without."""
     admission: str = "optimistic"
     """Free pages that a sequence needs to start. `optimistic`: pages for its known tokens; preemption frees more later.
-    `expected`: also for the share of their `max_tokens` that recent sequences have generated. `worst_case`: for all
-    that it may generate; no sequence is preempted."""
+    `expected`: also pages for a share of the tokens that it may generate, which is the mean share that recent sequences
+    have generated. `worst_case`: pages for all tokens that it may generate; no sequence is preempted."""
     preempt: str = "recompute"
     """Preemption of the youngest sequences when pages run out: `recompute` frees their pages and computes them again
     later; `offload` (KV offload) moves the pages to host memory and back."""
@@ -92,7 +92,7 @@ class EngineConfig:
     """Longest round: cancellation takes effect between rounds; the steps per round adapt to stay under this time. An
     `AsyncEngine` and a server have shorter ones (`serve.max_round_seconds`)."""
     recompilation: str = "error"
-    """Reaction to a recompilation in a warm engine, which no request can cause: error or warn."""
+    """Reaction to a recompilation after `warmup`, which no request can cause: error or warn."""
     max_logprobs: int = 20
     """Largest `logprobs` that a request may ask for."""
     max_prompt_logprobs: int = 1
@@ -105,7 +105,7 @@ class EngineConfig:
     max_constraints: int = 64
     """Distinct constraints (`regex`, `json_schema`, `choice`, token lists) that run at once; further ones wait."""
     constraint_bytes: int = 67108864
-    """Device memory of their tables, in bytes, which the first constrained request makes."""
+    """Device memory of the tables of all constraints, in bytes; the first constrained request allocates it."""
 
     def __post_init__(self):
         for name in ("page_size", "max_pages", "max_seq_len", "max_step_tokens", "state_snapshots"):

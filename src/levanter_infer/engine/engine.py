@@ -68,10 +68,10 @@ logger = logging.getLogger(__name__)
 
 
 class InferenceEngine:
-    """Samples many requests together on one device.
+    """Samples many requests together, with continuous batching, on one device or on a mesh of devices.
 
-    The host and the device meet once a round: one upload of new requests, one download of sampled tokens, and the
-    next round is launched before the last one is read.
+    A round is one launch of a jitted loop of many steps, with one upload of new requests and one download of sampled
+    tokens; the next round is launched before the results of the last one are read.
 
     One thread uses an engine at a time. `generate`, `score` and `warmup` may be called from any thread and wait for
     their turn, in order of arrival; they also wait until the requests that another thread has submitted have ended. All
@@ -83,14 +83,15 @@ class InferenceEngine:
             device reads their layout; or a `StoredModel`, which is read, and freed, after its compilation has begun.
         tokenizer: needed for text prompts, chats, text stops and the text of completions.
         config: sizes and policies.
-        seed: from which, with its id, a request without a seed derives its own.
+        seed: of the engine; a request without a seed derives its own from this one and its id.
         donate_model: the engine may delete the model's arrays as it lays out its own, so that the weights are in memory
             once.
-        scoring: compile for `prompt_logprobs` at once, and not again with the first request that asks for them.
-        routing: compile for `return_routed_experts` at once, likewise.
-        constraints: compile for structured output (`regex`, `json_schema`, `choice`, `grammar`, `allowed_token_ids`,
-            `bad_words`) at once, likewise.
-        num_beams: compile for beam searches of up to so many beams at once, likewise.
+        scoring: compile the programs with `prompt_logprobs` from the start; otherwise the first request that asks for
+            them makes the engine compile its programs again.
+        routing: the same for `return_routed_experts`.
+        constraints: the same for structured output (`regex`, `json_schema`, `choice`, `grammar`, `allowed_token_ids`,
+            `bad_words`).
+        num_beams: the same for beam searches of up to so many beams.
         logits_mod: a function (logits f32[vocab], `TokenHistory`, memory) -> (logits, memory) that JAX can trace, of
             one sequence; it is applied to the model's logits before everything else that a request asks for.
         logits_mod_init: its memory of a sequence before the first token, a pytree of arrays; None: it has none.
@@ -237,12 +238,12 @@ class InferenceEngine:
     ) -> list[RequestOutput]:
         """Sample continuations of all prompts.
 
-        What cannot be served comes back with `error` and no completions; the others are not affected.
+        A request that cannot be served has an output with `error` and no completions; the others are not affected.
 
         Args:
             prompts: a list, each of its entries a string, a list of token ids, a chat (a list of messages) or a
                 `Request`; or one of these alone.
-            sampling: `SamplingParams` for those that bring none; or a list, with one for each prompt.
+            sampling: `SamplingParams` for prompts without their own (`Request.sampling`); or a list, one per prompt.
             on_update: called after each round with (sequences finished, sequences in all, tokens generated so far). It
                 may call the engine.
             progress: whether a progress bar is drawn in a terminal or notebook; None: if it takes more than half a
@@ -263,7 +264,8 @@ class InferenceEngine:
 
         Refused requests come first, with `error`. An output names its prompt by `id`: that of its `Request`, or the
         prompt's position in the list as a string. The engine belongs to the iterating thread from the first `next` to
-        the end of the iterator; that thread may call it in between. Closing, or `next` while it sleeps, cancels others.
+        the end of the iterator; that thread may call the engine in between. Closing the iterator, or calling `next`
+        while the engine sleeps, cancels the requests that have not ended.
 
         Args:
             prompts, sampling: as in `generate`.
@@ -499,7 +501,7 @@ class InferenceEngine:
     @exclusive
     @awake
     def resample(self, request: RequestState, ancestors: Sequence[int]) -> None:
-        """Let sample i of a submitted request go on from where sample `ancestors[i]` stands, for all i at once.
+        """Let sample i of a submitted request continue from the state of sample `ancestors[i]`, for all i at once.
 
         The round in flight is read first; a caller that weighs samples calls `flush` before. Pages are shared and not
         copied, and every sample keeps its own random numbers, so that descendants of one sample diverge. Finished
@@ -517,8 +519,8 @@ class InferenceEngine:
     @exclusive
     @awake
     def fork(self, request: RequestState, index: int, count: int = 1) -> list[SampleState]:
-        """Let sample `index` of a submitted request go on as itself and as `count` further samples, which join the
-        request, each in a slot of its own. Otherwise like `resample`.
+        """Add `count` samples to a submitted request, each in a slot of its own, which continue from the state of
+        sample `index`; that sample continues too. Otherwise like `resample`.
         """
         check_submitted("fork", request, self._scheduler)
         self._rounds.pause()
@@ -580,10 +582,10 @@ class InferenceEngine:
             version: names these weights, from 0 to 2^31 - 1; the next number by default. Pages are found only by
                 requests of the version that computed them: a caller that returns to an earlier number gives the same
                 weights again, and finds the pages that are left of it.
-            policy: what becomes of the sequences that are on the device. `drain`: they end first, with the old weights;
-                requests that wait begin with the new ones. `keep_kv`: they go on at once from the keys and values that
+            policy: treatment of the sequences that are on the device. `drain`: they end first, with the old weights;
+                requests that wait begin with the new ones. `keep_kv`: they continue at once on the keys and values that
                 the old weights have computed, and share no pages with others from then on. `recompute`: they keep
-                their tokens and recompute keys and values, as they all do if the engine sleeps.
+                their tokens and recompute keys and values, which happens under every policy if the engine sleeps.
             donate: the engine may delete the model's arrays as it lays out its own.
         Raises: ValueError if the model is another one, or an argument is none; nothing has changed then. After any
             other failure the engine may have no weights, and says so, until another call succeeds.

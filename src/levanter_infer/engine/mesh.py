@@ -19,11 +19,11 @@ class MeshConfig:
     """Devices along each axis of the mesh."""
 
     data: int = 1
-    """Engines side by side, each with its own requests, tables and pool."""
+    """Data parallelism: engines side by side (data-parallel ranks), each with its own requests, tables and pool."""
     model: int = 1
-    """Devices that hold one copy of the model: 1, 2, 4, 8 or 16."""
+    """Tensor parallelism: devices that one copy of the model is sharded over: 1, 2, 4, 8 or 16."""
     expert: int = 1
-    """Devices that share the experts of a model that has some."""
+    """Expert parallelism: devices that the experts of a model with experts are sharded over."""
 
     def __post_init__(self):
         for field in dataclasses.fields(self):

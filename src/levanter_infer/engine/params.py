@@ -123,7 +123,7 @@ class SamplingParams:
     ignore_eos: bool = False
     """Continue after an end-of-sequence token."""
     skip_special_tokens: bool = True
-    """Whether special tokens give no text. Those that can end the sample never do."""
+    """Whether special tokens are left out of the text. Those that can end the sample are always left out."""
     min_tokens: int = 0
     """Fewest tokens to generate: until then end-of-sequence and one-token stops are impossible, and no other stop ends
     the sample. 0 to max_tokens."""
@@ -145,15 +145,16 @@ class SamplingParams:
     """Added to the logits of these token ids. Ids may be decimal strings, as in JSON. Kept as a dict of int to
     float."""
     regex: str | None = None
-    """A regular expression that the whole text matches, in the syntax of Python's `re`; one of these four at most.
-    The sample ends where the text is complete, or at max_tokens before."""
+    """A regular expression that the whole text matches, in the syntax of Python's `re`. At most one of regex,
+    json_schema, choice and grammar. The sample ends where the text is complete, or at max_tokens before."""
     json_schema: Mapping | str | None = None
     """A JSON schema, or its text, to which the text conforms. Properties come in the order of the schema; there are no
     others unless `additionalProperties` says so. Kept as a dict."""
     choice: Sequence[str] | None = None
     """The text is one of these. Kept as a tuple."""
     grammar: str | None = None
-    """A context-free grammar of the text: llguidance's Lark, or llama.cpp's GBNF. The host is asked for every token."""
+    """A context-free grammar of the text: llguidance's Lark, or llama.cpp's GBNF. The host computes the mask of allowed
+    tokens before every token."""
     allowed_token_ids: Sequence[int] | None = None
     """Only these tokens are sampled, end-of-sequence tokens included. Kept as a sorted tuple."""
     bad_words: Sequence[str | Sequence[int]] = ()

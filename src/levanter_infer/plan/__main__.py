@@ -23,19 +23,19 @@ from levanter_infer.runtime.progress import stage
 USAGE = """\
 usage: levanter-infer plan --config FILE --target NAME [--KEY VALUE ...]
 
-What a job will need on a machine that is not here, from the configuration of `levanter-infer sample` or
-`levanter-infer batch`: memory of each device, pages, tiles, programs and what they send, and speed by a model.
+What a job will need on another machine, from the configuration of `levanter-infer sample` or `levanter-infer batch`:
+memory of each device, pages, tiles, programs and their collectives, and modelled speed.
 The programs of the job are compiled for the target; weights are not read, and nothing is downloaded.
 
   --target NAME       v5e-16, v5p-16, v6e-4, v4-8, h100, h100x8, a100, cpu, cpux4, ...
   --shape FILE        the model's config.json, where the model itself is not here
   --no-compile        figures from shapes alone: no compiler needed, a second instead of minutes
-  --prompt-tokens N   of a request, in the mean, for the speed; default 512
-  --output-tokens N   generated ones; default sampling.max_tokens
+  --prompt-tokens N   mean prompt tokens of a request, for the speed model; default 512
+  --output-tokens N   mean generated tokens of a request; default sampling.max_tokens
   --json FILE         write all of it as JSON too; - for standard output, in place of the tables
   --help              this text
 
-Exit status 1 if it does not fit; the smallest change with which it would is then said, and was compiled too.
+Exit status 1 if the job does not fit; the plan then names the smallest change with which it would fit.
 """
 """Read from the source by `cli.command_help`."""
 _OPTIONS = {
