@@ -130,6 +130,23 @@ def test_sections_of_each_command_are_those_that_it_reads():
         assert set(keys.sections_for(name)) == read - ({"batch"} if name == "plan" else set())
 
 
+VALUES = {
+    "prompts": "a", "prompts_file": "a.jsonl", "chat": "true", "multihost": "auto", "output": "out.jsonl",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("command, key", [(name, key) for name, refused in keys.REFUSED.items() for key in refused])
+def test_what_a_command_refuses_is_not_in_its_help(command, key, capsys):
+    assert not re.search(rf"^  {key}[ .\n]", cli.command_help(command), re.MULTILINE)
+    assert re.search(rf"^  {key}[ .\n]", cli.command_help("sample"), re.MULTILINE)
+    needed = {"batch": ["prompts_file", "output"], "serve": []}.get(command, ["prompts"])
+    options = [word for name in {*needed, key} for word in (f"--{name}", VALUES[name])]
+    options += ["--level", "numerics"] if command == "check" else []
+    assert cli.main([command, "--model", str(ROOT / "models" / "tiny"), *options]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: ") and key in said
+
+
 def test_every_name_of_another_engine_leads_to_a_key():
     known = set(keys.read_section(keys.RUN).names)
     known |= {f"{name}.{key}" for name, place in keys.SECTIONS.items() for key in keys.read_section(place).names}

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from levanter_infer.engine.config import NAMES_ELSEWHERE as ENGINE_NAMES
 from levanter_infer.engine.params import NAMES_ELSEWHERE
 
 RUN = ("config", "RunConfig")
@@ -30,43 +31,28 @@ SECTIONS = {
 """Sections of a configuration, each with the module and class that define its keys."""
 OWN_SECTIONS = {"batch": ("batch",), "plan": ("plan",), "serve": ("serve",)}
 """Sections of a single command."""
+_ONE_PROCESS = dict.fromkeys(("score", "check", "audit", "doctor"), ("multihost",))
+REFUSED = {"batch": ("prompts",), "serve": ("prompts", "prompts_file", "chat", "multihost", "output"), **_ONE_PROCESS}
+"""Keys and sections that a command refuses, so that its help does not show them."""
 
 OTHER_NAMES = {
-    # vLLM
-    "max_model_len": "engine.max_seq_len",
-    "max_num_seqs": "engine.max_seqs",
-    "max_num_batched_tokens": "engine.max_step_tokens",
-    "block_size": "engine.page_size",
-    "num_gpu_blocks_override": "engine.max_pages",
-    "kv_cache_dtype": "engine.kv_dtype",
-    "enable_prefix_caching": "engine.prefix_cache",
-    "attention_backend": "engine.attention",
-    "preemption_mode": "engine.preempt",
-    "swap_space": "engine.host_bytes",
+    # vLLM and SGLang
     "tensor_parallel_size": "mesh.model",
     "data_parallel_size": "mesh.data",
     "expert_parallel_size": "mesh.expert",
-    "input_file": "prompts_file",
-    "output_file": "output.path",
-    # SGLang
-    "context_length": "engine.max_seq_len",
-    "max_running_requests": "engine.max_seqs",
-    "chunked_prefill_size": "engine.max_step_tokens",
-    "max_total_tokens": "engine.max_pages",
-    "model_path": "model.path",
-    "tokenizer_path": "tokenizer",
     "tp_size": "mesh.model",
     "dp_size": "mesh.data",
     "ep_size": "mesh.expert",
+    "input_file": "prompts_file",
+    "output_file": "output.path",
+    "model_path": "model.path",
+    "tokenizer_path": "tokenizer",
     # Hugging Face transformers
     "torch_dtype": "model.dtype",
     "pretrained_model_name_or_path": "model.path",
-    # llama.cpp
-    "ctx_size": "engine.max_seq_len",
-    "n_ctx": "engine.max_seq_len",
     # this engine, before
     "products": "engine.matmul",
-    # parameters of sampling, of all of them
+    **{theirs: f"engine.{ours}" for theirs, ours in ENGINE_NAMES.items()},
     **{theirs: f"sampling.{ours}" for theirs, ours in NAMES_ELSEWHERE.items()},
 }
 """Keys by the names of other engines."""
@@ -75,6 +61,7 @@ RENAMED = {"engine.tiles.chunk": "prefill"}
 REMARKS = {
     "gpu_memory_utilization": "the KV cache takes the free memory of the device, or engine.max_pages pages",
     "mem_fraction_static": "the KV cache takes the free memory of the device, or engine.max_pages pages",
+    "enable_expert_parallel": "experts are sharded over mesh.expert devices",
     "enable_chunked_prefill": "chunked prefill is always on, with prompt chunks of at most engine.max_step_tokens",
     "disable_hybrid_kv_cache_manager": "engine.window_cache: false lets layers with a sliding window keep all pages",
     "disable_radix_cache": "prefix caching is switched off with engine.prefix_cache: false",
@@ -82,6 +69,8 @@ REMARKS = {
     "enforce_eager": "there is one compiled program and no other way to run it; leave it out",
     "trust_remote_code": "code that comes with a model is never run; leave it out",
     "quantization": "weights are read as float32, bfloat16 or float16; pages can be int8 or float8 (engine.kv_dtype)",
+    "speculative_config": "there is no speculative decoding; leave it out",
+    "enable_lora": "there are no adapters at run time; merge them into the weights, and leave it out",
     "stream": "results are written when they are complete; leave it out",
 }
 """Hints for settings of other engines that this one has no key for."""
@@ -170,14 +159,16 @@ def _default(module: str, node: ast.expr | None) -> str | None:
 # Help
 
 
-def keys_text(sections: Iterable[str]) -> str:
-    """Every key of a configuration that has these sections, in groups, with defaults."""
-    top = read_section(RUN)
+def keys_text(command: str) -> str:
+    """Every key of a command's configuration, in groups, with defaults."""
+    top, hidden = read_section(RUN).keys, {*SECTIONS, *REFUSED.get(command, ())}
+    about = {key.name: key.doc for key in top}
     lines = ["keys (and defaults), in the file as KEY: VALUE or SECTION: {KEY: VALUE}, here as --KEY or --SECTION.KEY:"]
-    lines += ["", *_key_lines("", (key for key in top.keys if key.name not in SECTIONS))]
-    for name in sections:
+    lines += ["", *_key_lines("", (key for key in top if key.name not in hidden))]
+    for name in sections_for(command):
         section = read_section(SECTIONS[name])
-        lines += ["", f"{name}: {section.doc}", *_key_lines(f"{name}.", section.keys)]
+        lines += ["", *textwrap.wrap(f"{name}: {section.doc} {about.get(name, '')}", 100, subsequent_indent="  ")]
+        lines += _key_lines(f"{name}.", section.keys)
     return "\n".join(lines)
 
 
@@ -191,8 +182,8 @@ def _key_lines(prefix: str, keys: Iterable[Key]) -> list[str]:
 
 def sections_for(command: str) -> list[str]:
     """Sections that a command reads."""
-    owned = {name for names in OWN_SECTIONS.values() for name in names}
-    return [name for name in SECTIONS if name not in owned or name in OWN_SECTIONS.get(command, ())]
+    others = {name for names in OWN_SECTIONS.values() for name in names} - set(OWN_SECTIONS.get(command, ()))
+    return [name for name in SECTIONS if name not in others and name not in REFUSED.get(command, ())]
 
 
 # Hints

@@ -221,8 +221,9 @@ def test_a_chat_passes_what_it_was_given_to_the_template(engine, tokenizer):
     assert tokenizer.asked == {
         "tools": tools, "add_generation_prompt": False, "continue_final_message": False, "enable_thinking": False,
     }  # fmt: skip
-    tokens(engine.generate([Request(messages=CHAT, continue_final_message=True, add_generation_prompt=False)], GREEDY))
-    assert tokenizer.asked["continue_final_message"] is True
+    for more in ({}, {"add_generation_prompt": False}):
+        tokens(engine.generate([Request(messages=CHAT, continue_final_message=True, **more)], GREEDY))
+        assert tokenizer.asked["continue_final_message"] is True and tokenizer.asked["add_generation_prompt"] is False
     tokens(engine.generate([CHAT], GREEDY))
     assert tokenizer.asked == {"tools": None, "add_generation_prompt": True, "continue_final_message": False}
 
@@ -240,7 +241,10 @@ def test_text_of_a_chat_is_encoded_without_the_tokens_around_a_prompt(engine, to
         ({"prompt": "a", "chat_template_kwargs": {}}, "chat_template_kwargs is for chats"),
         ({"prompt": "a", "add_generation_prompt": False}, "add_generation_prompt is for chats"),
         ({"prompt_token_ids": [1], "continue_final_message": True}, "continue_final_message is for chats"),
-        ({"messages": CHAT, "continue_final_message": True}, "set add_generation_prompt=False"),
+        (
+            {"messages": CHAT, "continue_final_message": True, "add_generation_prompt": True},
+            "set add_generation_prompt=False",
+        ),
         ({"messages": CHAT, "add_generation_prompt": 1}, "add_generation_prompt is 1; expected true or false"),
         ({"messages": CHAT, "tools": {"a": 1}}, "tools is dict; expected a list of tools"),
         ({"messages": CHAT, "tools": ["f"]}, r"tools\[0\] is str; expected a list of tools"),

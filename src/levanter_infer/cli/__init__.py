@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
-from levanter_infer.keys import SECTIONS, keys_text, read_constant, read_section, sections_for
+from levanter_infer.keys import SECTIONS, keys_text, read_constant, read_section
 
 PROGRAM = "levanter-infer"
 COMMANDS = {
@@ -108,7 +108,7 @@ def command_help(name: str) -> str:
         usage = read_constant("check", "USAGE").format(**read_constant("check", "MAX_DELTA"))
         alias = f"usage: {PROGRAM} {name} [OPTIONS], which is {COMMANDS[name][1]}\n\n"
         usage = usage if name == "check" else alias + usage
-    return f"{usage}\n{keys_text(sections_for(name))}"
+    return f"{usage}\n{keys_text(name)}"
 
 
 def version_line() -> str:

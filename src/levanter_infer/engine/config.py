@@ -3,7 +3,7 @@
 import dataclasses
 from typing import TYPE_CHECKING
 
-from levanter_infer.engine.params import brief
+from levanter_infer.engine.params import brief, check_names, field_names
 from levanter_infer.policies import (
     AdmissionPolicy,
     AttentionImpl,
@@ -32,6 +32,19 @@ _POLICIES: dict[str, type[Option]] = {
 }
 _BY_MACHINE = ("attention", "matmul", "cpu_isa")
 """Policies whose values also depend on the machine."""
+NAMES_ELSEWHERE = {
+    **dict.fromkeys(("max_model_len", "context_length", "ctx_size", "n_ctx"), "max_seq_len"),
+    **dict.fromkeys(("max_num_seqs", "max_running_requests"), "max_seqs"),
+    **dict.fromkeys(("max_num_batched_tokens", "chunked_prefill_size"), "max_step_tokens"),
+    **dict.fromkeys(("num_gpu_blocks_override", "max_total_tokens"), "max_pages"),
+    "block_size": "page_size",
+    "kv_cache_dtype": "kv_dtype",
+    "enable_prefix_caching": "prefix_cache",
+    "attention_backend": "attention",
+    "preemption_mode": "preempt",
+    "swap_space": "host_bytes",
+}
+"""Names of other engines (vLLM, SGLang, llama.cpp) for these keys."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,6 +119,10 @@ class EngineConfig:
     """Distinct constraints (`regex`, `json_schema`, `choice`, token lists) that run at once; further ones wait."""
     constraint_bytes: int = 67108864
     """Device memory of the tables of all constraints, in bytes; the first constrained request allocates it."""
+
+    def __new__(cls, *args, **kwargs):
+        check_names("EngineConfig", kwargs, field_names(cls), NAMES_ELSEWHERE)
+        return super().__new__(cls)
 
     def __post_init__(self):
         for name in ("page_size", "max_pages", "max_seq_len", "max_step_tokens", "state_snapshots"):

@@ -73,10 +73,10 @@ class InferenceEngine:
     A round is one launch of a jitted loop of many steps, with one upload of new requests and one download of sampled
     tokens; the next round is launched before the results of the last one are read.
 
-    One thread uses an engine at a time. `generate`, `score` and `warmup` may be called from any thread and wait for
-    their turn, in order of arrival; they also wait until the requests that another thread has submitted have ended. All
-    other methods that change the engine, `submit` and `step_round` among them, raise RuntimeError while another thread
-    is in a call, and name it. `stats`, `metrics` and `describe` may be called at any time.
+    One thread uses an engine at a time. `generate`, `as_completed`, `score`, `warmup` and `drain` wait for their turn,
+    in order of arrival, and until the requests that another thread has submitted have ended. Other methods that change
+    the engine, such as `submit` and `step_round`, raise RuntimeError while another thread is in a call, and name it.
+    `stats`, `metrics`, `describe`, `prepare` and `compile_constraint` may be called at any time.
 
     Args:
         model: a `DecoderModel`; a live model of Levanter's shape (`from_levanter`), whose weights are shared where the

@@ -208,17 +208,19 @@ class Intake:
         kwargs = {} if request.chat_template_kwargs is None else request.chat_template_kwargs
         kwargs = _plain("chat_template_kwargs", kwargs) if isinstance(kwargs, Mapping) else kwargs
         check_template_kwargs(kwargs)
+        begins_turn = request.add_generation_prompt
         return self._tokenizer.apply_chat_template(
             messages,
             tools=tools,
-            add_generation_prompt=request.add_generation_prompt,
+            add_generation_prompt=not request.continue_final_message if begins_turn is None else begins_turn,
             continue_final_message=request.continue_final_message,
             **kwargs,
         )
 
     def _check_chat_fields(self, request: Request) -> None:
         if request.messages is not None:
-            check_chat_settings({name: getattr(request, name) for name in _FLAGS})
+            flags = {name: getattr(request, name) for name in _FLAGS}
+            check_chat_settings({name: value for name, value in flags.items() if value is not _CHAT_ONLY[name]})
             return
         for name, default in _CHAT_ONLY.items():
             if getattr(request, name) is not default:

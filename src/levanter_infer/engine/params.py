@@ -113,8 +113,8 @@ class SamplingParams:
     """Number of samples, at least n, of which the n with the highest mean log probability under the model are returned,
     best first. None: n."""
     seed: int | None = None
-    """0 to 2^64 - 1; samples of one request differ whatever the seed. None: derived from the config's seed and the
-    request's id, below 2^53."""
+    """0 to 2^64 - 1; samples of one request differ whatever the seed. None: derived from the request's id and the seed
+    of the engine (`InferenceEngine(seed=…)`, in commands `sampling.seed` of the configuration), below 2^53."""
     stop: str | Sequence[str] = ()
     """A string or strings, of up to 4096 characters, that end a sample as soon as they appear in its text; the text is
     cut before them. Kept as a tuple."""

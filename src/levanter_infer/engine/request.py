@@ -57,11 +57,11 @@ class Request:
     """Tools that the chat may use, as JSON schemas, for the chat template."""
     chat_template_kwargs: Mapping[str, object] | None = None
     """Further variables for the chat template, such as Qwen3's `enable_thinking`."""
-    add_generation_prompt: bool = True
-    """End the rendered chat with the generation prompt, which begins the assistant's turn."""
+    add_generation_prompt: bool | None = None
+    """End the rendered chat with the generation prompt, which begins the assistant's turn. None: unless the chat
+    continues its last message."""
     continue_final_message: bool = False
-    """End the rendered chat inside its last message, so that the completion continues that message. Requires:
-    `add_generation_prompt=False`."""
+    """End the rendered chat inside its last message, so that the completion continues that message."""
     cache_salt: str | None = None
     """Requests share prefix-cache entries only with requests of the same salt; 1 to 256 characters."""
     priority: int = 0

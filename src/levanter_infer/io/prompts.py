@@ -317,8 +317,6 @@ def _chat_keys(content: dict[str, Any], kind: str, chat: Mapping[str, Any]) -> d
     check_chat_settings(settings)
     if "chat_template_kwargs" in own and "chat_template_kwargs" in chat:
         settings["chat_template_kwargs"] = {**chat["chat_template_kwargs"], **own["chat_template_kwargs"]}
-    if settings.get("continue_final_message"):
-        settings["add_generation_prompt"] = False  # which would start another message, and is the default
     return settings
 
 

@@ -67,12 +67,13 @@ class CallReader:
         rest = {key: value for key, value in body.items() if key not in apart}
         if flags["echo"]:
             rest |= _echoed(rest)
+        own = (*OWN, *apart)  # what is read apart is known too
         prompts = [rest.get("messages")] if is_chat else _prompts(rest.get("prompt"), self.max_prompts)
         requests, tools = [], None
         for i, prompt in enumerate(prompts):
             own_name = f"{name}-{i}"
             others = {} if requests else rest  # the first prompt's request has them; they are read once
-            content = body_row({**others, kind: prompt}, kind, own_name, self.model_names, taker="this server", own=OWN)
+            content = body_row({**others, kind: prompt}, kind, own_name, self.model_names, taker="this server", own=own)
             row = self.parser.row(content, own_name, "the request" if len(prompts) == 1 else f"body.prompt[{i}]")
             if row.request is None:
                 raise ValueError(row.error)
