@@ -215,6 +215,20 @@ def test_the_sample_that_scores_the_prompt_does_not_go_back_into_it(engine):
     assert 0 < refusals < 4
 
 
+def test_the_first_sample_may_end_and_go_on_from_another_one_while_its_scores_are_read(engine):
+    ids, sampling = text(9), SamplingParams(max_tokens=3, n=2, prompt_logprobs=0, temperature=0.0, ignore_eos=True)
+    group = engine.submit(Request(prompt_token_ids=ids, sampling=sampling))
+    first, second = group.sequences
+    while first.finish_reason is None:  # the second one starts a step later
+        engine.step_round(max_steps=1)
+        engine.flush()
+    assert second.finish_reason is None and group.prompt_scores is None
+    engine.resample(group, [1, 1])
+    assert first.finish_reason is None and engine.state.decode.sequences.prompt_lens[first.slot] == 9
+    engine.drain()
+    check(ids, group.output().prompt_logprobs)
+
+
 def test_cancelled_and_forgotten_requests_wait_for_no_scores(engine):
     groups = [engine.submit(request(text(50, seed=i))) for i in range(6)]
     engine.step_round(max_steps=1)

@@ -50,6 +50,8 @@ class ScoreReader:
             read: `Runner.read_scores`.
             leaving: requests, and the slots that held their prompts and that no other sequence has been given yet.
         """
+        # A sample that ended and goes on from another one (`resample`) leaves twice, the second time without scores
+        leaving = [(request, slot) for request, slot in leaving if request.awaits_scores]
         if not leaving:
             return
         requests, held = zip(*leaving, strict=True)
