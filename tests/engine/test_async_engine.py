@@ -444,6 +444,23 @@ def test_paused_requests_go_on_as_alone(engine, mode):
     assert run(engine, test) == expected
 
 
+def test_requests_wait_until_weights_that_sleep_gave_up_are_there_again(engine):
+    asked = request(3, 8)
+    expected = alone(engine, [asked])
+
+    async def test(server):
+        await server.call(lambda engine: engine.sleep(drop_weights=True))
+        waiting = asyncio.create_task(server.generate(asked))
+        await asyncio.sleep(0.05)
+        await server.call(InferenceEngine.wake)
+        await asyncio.sleep(0.05)
+        assert not waiting.done()
+        await server.swap_weights(tiny_model())
+        return [(await waiting).completions[0].token_ids]
+
+    assert run(engine, test) == expected
+
+
 def test_a_deadline_and_an_abort_end_a_request(engine):
     async def test(server):
         late = await server.generate(request(1, 50), timeout=1e-6)

@@ -200,6 +200,8 @@ def test_weights_are_dropped_and_others_brought_before_or_after_waking(engine):
         if not early:
             with pytest.raises(RuntimeError, match=r"no weights: sleep\(drop_weights=True\) .*call swap_weights"):
                 engine.generate([request(text(5))])
+            with pytest.raises(RuntimeError, match="no weights"):
+                engine.step_round()
             engine.swap_weights(model, policy="recompute")
         for _ in range(2):
             engine.step_round(max_steps=1)

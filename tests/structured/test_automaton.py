@@ -358,6 +358,9 @@ def test_objects_have_the_properties_that_are_named():
     assert isinstance(found, dict)
     assert found["additionalProperties"] is False and found["properties"]["a"]["additionalProperties"] is False
     assert found["enum"] == nested["enum"] and closed({"type": "object"}) == {"type": "object"}
+    for name in ("default", "enum", "properties", "a"):  # names of properties are no keywords
+        inner = closed({"properties": {name: nested}, "$defs": {name: nested}})
+        assert inner["properties"][name] == inner["$defs"][name] == found  # type: ignore[index]
 
 
 def test_a_guide_follows_a_grammar_that_nests():

@@ -39,6 +39,19 @@ def test_a_constraint_is_compiled_once_and_so_is_one_that_is_refused(compiler, m
     assert len(calls) == 2
 
 
+def test_what_is_kept_of_constraints_is_small(compiler):
+    """llguidance has a vocabulary of its own, of megabytes, and a refusal has none of the work that failed."""
+    guides = [compiler.compile(Wanted(grammar=f'start: "{word}"')).guide for word in ("yes", "no")]
+    assert all(guide is not None for guide in guides)
+    maker = compiler._guides
+    compiler.compile(Wanted(json_schema={"type": "object", "properties": {"a": {"type": "integer", "minimum": 3}}}))
+    assert maker is not None and compiler._guides is maker
+    with pytest.raises(TooManyStates):
+        compiler.compile(Wanted(regex="(a{1000}){1000}"))
+    (kept,) = [found for found in compiler._known.values() if isinstance(found, ConstraintError)]
+    assert kept.__traceback__ is kept.__context__ is kept.__cause__ is None
+
+
 def test_threads_that_want_the_same_wait_for_one(compiler, monkeypatch):
     calls, found = counted(monkeypatch, "transitions_of"), []
     compile_it = lambda: found.append(compiler.compile(Wanted(regex="[a-z]{40}")).automaton)  # noqa: E731

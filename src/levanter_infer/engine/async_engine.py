@@ -469,8 +469,8 @@ class AsyncEngine:
             self._take(self._engine.step_round())
 
     def _runs(self) -> bool:
-        """Whether a round has anything to do."""
-        if not self._by_state or self._paused == "step" or self._engine.is_asleep:
+        """Whether a round has anything to do. Without weights requests wait for `swap_weights`."""
+        if not self._by_state or self._paused == "step" or self._engine.is_asleep or self._engine.model is None:
             return False
         return self._paused is None or self._engine.has_active or bool(self._reading)
 

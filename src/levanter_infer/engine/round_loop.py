@@ -111,6 +111,7 @@ class RoundLoop:
 
     def step(self, max_steps: int | None = None) -> list[SampleState]:
         """As `InferenceEngine.step_round`."""
+        self._runner.check_weights()  # before anything changes: requests wait until there are weights again
         terms = self._agree(max_steps)
         with self._all_or_nothing():
             self._known = self._scheduler.expire(terms.now) + self._known + self._move_pages()

@@ -56,6 +56,7 @@ class ConstraintCompiler:
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
         self._end_ids = tuple(token for token in end_ids if token < vocab_size)
         self._lock, self._spelled = threading.Lock(), None
+        self._guides: Guides | None = None
         self._known: collections.OrderedDict[Hashable, Any] = collections.OrderedDict()
         """Compiled constraints, or the `ConstraintError` of those that failed, by constraint; the last used last."""
         self._running: dict[Hashable, threading.Lock] = {}
@@ -139,7 +140,8 @@ class ConstraintCompiler:
                 return automata.from_bytes(*transitions_of(regex), tokens, self._end_ids)
             except TooManyStates:
                 pass  # llguidance makes its automata as it goes
-        guides = Guides(tokens, self._end_ids)
+        with self._lock:  # one for all of them: it has a vocabulary of its own
+            self._guides = guides = self._guides or Guides(tokens, self._end_ids)
         return guides.of_grammar(value) if name == "grammar" else guides.of_schema(value)
 
     def _tokens(self) -> list[bytes]:
@@ -164,7 +166,7 @@ class ConstraintCompiler:
                     try:
                         found = make()
                     except ConstraintError as error:
-                        found = error
+                        found = type(error)(*error.args)  # without its traceback, which holds the work that failed
                     self._keep(key, found)
         finally:
             with self._lock:

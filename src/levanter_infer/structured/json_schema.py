@@ -25,6 +25,8 @@ _KEYWORDS: dict[str, set[str]] = {
 }
 _VALUES = {"enum", "const", "default", "examples"}
 """Keywords whose values are no schemas."""
+_NAMED = {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}
+"""Keywords whose values are schemas by name, whatever the names."""
 _CHARACTER = r'(?:[^"\\\x00-\x1f]|\\["\\/bfnrt])'
 _DATE = r"[0-9]{4}-(?:0[1-9]|1[0-2])-(?:0[1-9]|[12][0-9]|3[01])"
 _TIME = r"(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\.[0-9]{1,9})?(?:Z|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
@@ -224,6 +226,12 @@ def closed(schema: object) -> object:
         return [closed(part) for part in schema]
     if not isinstance(schema, Mapping):
         return schema
-    parts = {key: value if key in _VALUES else closed(value) for key, value in schema.items()}
+    parts = {key: _closed_part(key, value) for key, value in schema.items()}
     is_object = isinstance(schema.get("properties"), Mapping) and schema.get("type", "object") == "object"
     return {**parts, "additionalProperties": False} if is_object and "additionalProperties" not in schema else parts
+
+
+def _closed_part(key: str, value: object) -> object:
+    if key in _NAMED and isinstance(value, Mapping):
+        return {name: closed(part) for name, part in value.items()}
+    return value if key in _VALUES else closed(value)
