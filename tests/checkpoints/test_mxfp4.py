@@ -78,6 +78,16 @@ CHANGES = {
         "down_proj_blocks": blocks.astype(np.float32),
         "down_proj_scales": scales,
     },
+    "down_proj is there as it is and as": lambda blocks, scales: {
+        "down_proj_blocks": blocks,
+        "down_proj_scales": scales,
+        "down_proj": np.zeros((1, 1), np.float32),
+    },
+    "up_proj_scales": lambda blocks, scales: {
+        "down_proj_blocks": blocks,
+        "down_proj_scales": scales,
+        "up_proj_scales": scales,
+    },
 }
 
 
@@ -95,6 +105,7 @@ def test_blocks_that_do_not_fit_their_scales_are_refused(checkpoint, says):
 def test_other_quantizations_are_refused_by_their_key(checkpoint):
     directory, _ = checkpoint
     config = json.loads((directory / "config.json").read_text())
-    (directory / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "awq"}}))
-    with pytest.raises(ValueError, match="quantization_config"):
-        load_model(directory)
+    for other in ({"quant_method": "awq"}, "mxfp4", [1], True):
+        (directory / "config.json").write_text(json.dumps({**config, "quantization_config": other}))
+        with pytest.raises(ValueError, match="quantization_config"):
+            load_model(directory)

@@ -150,6 +150,21 @@ def test_samples_do_not_share_a_prompt_that_two_versions_have_computed(engine):
     assert group.sequences[0].token_ids != group.sequences[1].token_ids
 
 
+def test_a_model_whose_arrays_are_not_there_is_refused_before_anything_changes(engine):
+    def embeddings(change):
+        return eqx.tree_at(lambda m: m.embeddings.weight.array, tiny_model(1), replace_fn=change)
+
+    deleted = embeddings(lambda array: array + 0)
+    deleted.embeddings.weight.array.delete()
+    types = jax.eval_shape(lambda: tiny_model(1))
+    version = engine.version
+    for model, says in ((deleted, "is deleted, or donated"), (types, "is ShapeDtypeStruct; expected arrays in memory")):
+        with pytest.raises(ValueError, match=f"a model whose [a-z_.]+ {says}"):
+            engine.swap_weights(model)
+    assert engine.version == version
+    assert engine.generate([request(text(5))])[0].completions[0].token_ids == uncached_greedy(tiny_model(), text(5), 8)
+
+
 def test_drained_sequences_end_with_the_old_weights_and_waiting_ones_begin_with_the_new(engine):
     groups = [engine.submit(request(text(9, seed=i), max_tokens=12)) for i in range(12)]
     engine.step_round(max_steps=2)

@@ -11,10 +11,11 @@ import pytest
 from rich.console import Console
 
 from levanter_infer.batch.config import BatchRunConfig
-from levanter_infer.config import load_config
+from levanter_infer.config import ModelSource, RunConfig, load_config
 from levanter_infer.engine import tile_search
 from levanter_infer.engine.config import EngineConfig
 from levanter_infer.engine.engine import InferenceEngine
+from levanter_infer.engine.params import SamplingParams
 from levanter_infer.kernels.tpu.sizes import Tile
 from levanter_infer.kernels.tpu.tiling import Tiles, TileShape, choose, propose
 from levanter_infer.models.registry import family_for
@@ -25,7 +26,7 @@ from levanter_infer.plan.figures import figures_of
 from levanter_infer.plan.report import show
 from levanter_infer.plan.roofline import Workload
 from levanter_infer.plan.search import misfit, smallest_changes
-from levanter_infer.plan.spec import EngineSpec
+from levanter_infer.plan.spec import EngineSpec, spec_of
 from levanter_infer.plan.targets import parse_target
 from tests.golden_cases import load_case
 from tests.tiny_models import LLAMA, tiny_model
@@ -90,6 +91,25 @@ def test_figures_are_those_of_the_engine():
     assert found.pool_bytes == engine.state.cache.pools[0].pages.array.nbytes
     assert found.tables_bytes == sum(leaf.nbytes for leaf in jax.tree.leaves(engine.state.decode))
     assert (found.attention, found.matmul) == (engine.backend.attention, engine.backend.matmul)
+
+
+def test_what_sampling_asks_for_from_the_start_is_planned(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    config = RunConfig(
+        model=ModelSource(str(tmp_path), "float32"),
+        prompts=["a"],
+        engine={"max_seqs": 3, "max_seq_len": 64, "max_pages": 9},
+    )
+    for sampling, name, expected in (
+        (SamplingParams(regex="a+"), "constraints", lambda shapes: shapes.constraints is not None),
+        (SamplingParams(num_beams=3), "max_beams", lambda shapes: shapes.max_beams == 3),
+        (SamplingParams(prompt_logprobs=1), "scoring", lambda shapes: shapes.scoring is not None),
+    ):
+        plain, asked = (
+            spec_of(dataclasses.replace(config, sampling=each), "cpu", None).blueprint().shapes
+            for each in (SamplingParams(), sampling)
+        )
+        assert expected(asked) and dataclasses.replace(asked, **{name: getattr(plain, name)}) == plain
 
 
 def test_the_plan_of_steps_in_blocks_says_how_often_they_read_the_weights(capsys):

@@ -43,13 +43,15 @@ class Mxfp4Tensor(StoredTensor):
 def dequantized(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
     """The tensors, with one of bfloat16 for each pair of blocks and scales.
 
-    Raises: ValueError for blocks without scales, or of other shapes.
+    Raises: ValueError for blocks without scales, or of other shapes, and for a tensor that is there in both forms.
     """
-    found = {name: tensor for name, tensor in tensors.items() if not name.endswith((BLOCKS, SCALES))}
+    found = dict(tensors)
     for name, blocks in tensors.items():
         if name.endswith(BLOCKS):
             own = name.removesuffix(BLOCKS)
-            found[own] = _pair(own, blocks, tensors.get(own + SCALES))
+            if own in tensors:
+                raise ValueError(f"{blocks.path}: {own} is there as it is and as {name}; remove one of them")
+            found[own] = _pair(own, found.pop(name), found.pop(own + SCALES, None))
     return found
 
 

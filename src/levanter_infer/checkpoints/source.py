@@ -89,7 +89,8 @@ class Source:
             raise ValueError(_no_safetensors(self))
         weight_map = self.read_json(INDEX).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
-            raise ValueError(f"{self.where(INDEX)}: weight_map is {type(weight_map).__name__}, expected an object")
+            got = "empty" if weight_map == {} else type(weight_map).__name__
+            raise ValueError(f"{self.where(INDEX)}: weight_map is {got}, expected an object of tensors and files")
         shards: dict[str, set[str] | None] = {}
         for tensor, shard in weight_map.items():
             if not isinstance(shard, str) or not _SHARD.fullmatch(shard):

@@ -92,12 +92,16 @@ class Runner:
         types = model.types if isinstance(model, StoredModel) else model
         self.weights_bytes: int = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(types))
         shapes = shapes_for(
-            config, types, backend, num_eos=num_eos, is_loaded=stored is None, scoring=scoring, routing=routing
+            config,
+            types,
+            backend,
+            num_eos=num_eos,
+            is_loaded=stored is None,
+            scoring=scoring,
+            routing=routing,
+            constraints=constraints,
+            num_beams=num_beams,
         )
-        if constraints:
-            sizes = constraint_shapes(config, shapes.limits.vocab_size)
-            shapes = dataclasses.replace(shapes, constraints=sizes)
-        shapes = dataclasses.replace(shapes, max_beams=beams_for(num_beams, shapes))
         self.shapes = self._agreed(shapes, types.config)
         attention = backend.attention_spec(self.shapes, score_mod, mask_mod)
         self.programs = programs_for(
@@ -552,6 +556,8 @@ def shapes_for(
     device_bytes: int | None = None,
     scoring: bool = False,
     routing: bool = False,
+    constraints: bool = False,
+    num_beams: int = 1,
 ) -> Shapes:
     """The static sizes of an engine.
 
@@ -562,6 +568,8 @@ def shapes_for(
         device_bytes: memory of a device that is not here; None: what is free in this process's first.
         scoring: whether the round computes prompt logprobs from the start.
         routing: whether it records routed experts from the start.
+        constraints: whether it has tables of constraints from the start.
+        num_beams: beams of the widest searches that it computes from the start.
     Raises: ValueError as `resolve_shapes`.
     """
     unread = 0 if is_loaded else backend.device_bytes(backend.prepared_types(types))
@@ -573,7 +581,9 @@ def shapes_for(
         shapes = dataclasses.replace(shapes, scoring=score_shapes(config, types))
     if routing:
         shapes = dataclasses.replace(shapes, routing=routing_shapes(types.config))
-    return shapes
+    if constraints:
+        shapes = dataclasses.replace(shapes, constraints=constraint_shapes(config, shapes.limits.vocab_size))
+    return dataclasses.replace(shapes, max_beams=beams_for(num_beams, shapes))
 
 
 def programs_for(

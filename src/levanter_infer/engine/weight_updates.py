@@ -76,6 +76,12 @@ def new_weights(types, model) -> "Model | StoredModel":
         return model
     model = from_levanter(model)
     check_same_types(types, model)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(model, is_leaf=lambda leaf: isinstance(leaf, NamedArray)):
+        array = getattr(leaf, "array", leaf)
+        if not isinstance(array, np.ndarray | jax.Array) or (isinstance(array, jax.Array) and array.is_deleted()):
+            got = "deleted, or donated to another program" if isinstance(array, jax.Array) else type(array).__name__
+            name = jax.tree_util.keystr(path, simple=True, separator=".")
+            raise ValueError(f"swap_weights was given a model whose {name} is {got}; expected arrays in memory")
     return model
 
 

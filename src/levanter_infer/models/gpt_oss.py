@@ -39,8 +39,9 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     # Of OpenAI's own files: the same again, and how their weights are stored (checkpoints/mxfp4.py).
     hf.only("experts_per_token", chosen)
     hf.optional_count("initial_context_length")
-    if (raw.get("quantization_config") or {}).get("quant_method") == "mxfp4":
-        hf.only("quantization_config", raw["quantization_config"])
+    quantization = raw.get("quantization_config")
+    if isinstance(quantization, Mapping) and quantization.get("quant_method") == "mxfp4":
+        hf.only("quantization_config", quantization)
     hf.finish()
     norm = sizes.norm()
     feed_forward = ExpertsBlock(experts, chosen, sizes.intermediate_size, ROUTER, gate, bias=True)

@@ -56,6 +56,8 @@ class EngineSpec:
     """End-of-sequence ids of the tokenizer."""
     scoring: bool = False
     routing: bool = False
+    constraints: bool = False
+    num_beams: int = 1
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self))
@@ -113,6 +115,8 @@ class EngineSpec:
             device_bytes=None if chip.platform == "cpu" else chip.memory_bytes,
             scoring=self.scoring,
             routing=self.routing,
+            constraints=self.constraints,
+            num_beams=min(self.num_beams, config.max_seqs),
         )
         attention = backend.attention_spec(shapes, None, None)
         return Blueprint(types, backend, shapes, programs_for(config, types, backend, shapes, attention))
@@ -146,6 +150,8 @@ def spec_of(config: RunConfig, target: str, shape: str | None) -> EngineSpec:
         num_eos=_num_eos(config, hf_config, directory),
         scoring=config.sampling.prompt_logprobs is not None,
         routing=config.sampling.return_routed_experts,
+        constraints=config.sampling.is_constrained,
+        num_beams=config.sampling.num_beams,
     )
 
 
