@@ -270,6 +270,22 @@ def test_a_signal_before_the_first_round_interrupts_whatever_swallows_exceptions
     assert stop.is_set() and stop.received == number and signal.getsignal(number) is before
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_while_an_object_is_deleted_is_not_lost(number, capsys):
+    """Python prints what is raised there and goes on; JAX has a callback in every garbage collection."""
+
+    class Deleted:
+        def __del__(self):
+            signal.raise_signal(number)
+
+    stop, before = run.StopSignal(), sys.unraisablehook
+    with pytest.raises(run.Stopped), stop.installed():
+        Deleted()
+        time.sleep(20)
+        pytest.fail("went on")
+    assert stop.received == number and sys.unraisablehook is before and capsys.readouterr().err == ""
+
+
 def test_a_second_interrupt_ends_at_once_what_a_first_has_asked_to_stop():
     stop = run.StopSignal()
     with stop.installed():

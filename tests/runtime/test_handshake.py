@@ -46,6 +46,12 @@ def test_all_get_one_token_and_another_one_at_the_next_start(address):
     assert len(handshake(address, address, 0, 1, SAME, 1)) == 16  # a single process waits for none
 
 
+def test_a_single_process_says_that_its_port_is_in_use(address):
+    host, port = address.rsplit(":", 1)
+    with socket.create_server((host, int(port))), pytest.raises(ValueError, match="process 0 cannot listen at"):
+        handshake(address, address, 0, 1, SAME, 1)
+
+
 @pytest.mark.parametrize(("lead", "other"), [(2, 3), (3, 2)])
 def test_a_differing_number_of_processes_is_said_at_once(address, lead, other):
     begin = time.monotonic()

@@ -4,7 +4,9 @@ Messages go to standard error. Exit status as in `cli/common.py`; 0 also for a j
 """
 
 import contextlib
+import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -52,6 +54,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     return run_config("batch", argv, run, BatchRunConfig, {"worker": "batch.worker"})
 
 
+_REPEAT_S = 0.01
+"""Seconds after which a signal is sent again: Python is in another frame then."""
+
+
 class Stopped(KeyboardInterrupt):
     """SIGTERM or SIGINT came while nothing was in progress. As Python's own, so that no `except Exception` takes it."""
 
@@ -94,11 +100,23 @@ class StopSignal:
             yield self  # signals belong to the caller's main thread
             return
         before = {number: signal.signal(number, self._receive) for number in (signal.SIGTERM, signal.SIGINT)}
+        hook, sys.unraisablehook = sys.unraisablehook, lambda lost: self._repeat(lost) or hook(lost)
         try:
             yield self
         finally:
+            sys.unraisablehook = hook
             for number, handler in before.items():
                 signal.signal(number, handler)
+
+    def _repeat(self, lost) -> bool:
+        """Send a signal again whose exception was `lost`, as Python loses those that a handler raises while an object
+        is being deleted or garbage collected. Returns: False for other exceptions."""
+        number = self.received
+        if not isinstance(lost.exc_value, KeyboardInterrupt) or number is None:
+            return False
+        self.received = None
+        threading.Timer(_REPEAT_S, os.kill, (os.getpid(), number)).start()
+        return True
 
 
 def run(config: BatchRunConfig) -> int:

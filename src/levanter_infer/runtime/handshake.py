@@ -39,6 +39,8 @@ def handshake(
     until = time.monotonic() + timeout_s
     mine = {"processes": count, **settings}
     if count == 1:
+        assert bind is not None
+        _listen(bind).close()  # as JAX will, which ends the process where it cannot
         return secrets.token_hex(8)
     name = f"{socket.gethostname()}, process {os.getpid()}"
     if index == 0:
