@@ -263,6 +263,25 @@ def test_bench_command_explains_itself(command, capsys):
     assert f"bench {command}" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    "words, says",
+    [
+        ("control --slots 0", "--slots: '0' is no whole number above 0"),
+        ("control --repeats -1", "--repeats: '-1' is no whole number above 0"),
+        ("attention --page-size 16,x", "--page-size: 'x' is no whole number above 0"),
+        ("throughput --layers 0", "--layers: '0' is no whole number above 0"),
+        ("open-loop --load nan", "--load: 'nan' is no number above 0"),
+        ("open-loop --rate -1", "--rate: '-1' is no number above 0"),
+        ("open-loop --prompt 5", "--prompt: '5' is no SHORTEST,LONGEST"),
+        ("open-loop --output 5,3", "--output: '5,3' is no SHORTEST,LONGEST"),
+    ],
+)
+def test_bench_names_an_argument_that_is_no_such_number(words, says, capsys):
+    with pytest.raises(SystemExit) as ended:
+        bench(words.split())
+    assert ended.value.code == 2 and f"error: argument {says}" in capsys.readouterr().err
+
+
 def test_bench_without_a_command_says_what_there_is(capsys):
     with pytest.raises(SystemExit) as exit_:
         bench([])

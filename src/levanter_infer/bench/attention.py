@@ -30,7 +30,11 @@ from levanter_infer.bench.report import (
     summarize,
     utilisation,
 )
-from levanter_infer.bench.workload import numbers
+from levanter_infer.bench.workload import (
+    amount,
+    count,
+    numbers,
+)
 from levanter_infer.cache.batch_info import PageBatchInfo
 from levanter_infer.cache.kv_pages import KvPages
 from levanter_infer.decode.programs import compile_program
@@ -84,14 +88,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch", type=numbers, default=(1, 8, 32), help="sequences; default 1,8,32")
     parser.add_argument("--context", type=numbers, default=(128, 1024, 8192), help="tokens; default 128,1024,8192")
     parser.add_argument("--page-size", type=numbers, default=(16,), help="default 16")
-    parser.add_argument("--chunk", type=int, default=256, help="prompt tokens of a step, of all sequences; default 256")
+    parser.add_argument("--chunk", type=count, default=256, help="prompt tokens of a step, in all; default 256")
     suited = ",".join(["xla", *(name for name in BACKENDS if _suits(name))])
     parser.add_argument("--impl", default=suited, help=f"of {', '.join(IMPLEMENTATIONS)}; default here {suited}")
     for name, size in (("heads", 9), ("kv-heads", 3), ("head-dim", 64)):
-        parser.add_argument(f"--{name}", type=int, default=size, help=f"default {size}")
+        parser.add_argument(f"--{name}", type=count, default=size, help=f"default {size}")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--milliseconds", type=float, default=50, help="of one measurement, about; default 50")
+    parser.add_argument("--repeats", type=count, default=5)
+    parser.add_argument("--milliseconds", type=amount, default=50, help="of one measurement, about; default 50")
     add_plot_argument(parser)
 
 

@@ -14,7 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from levanter_infer.bench.report import digest, emit, provenance, summarize
-from levanter_infer.bench.workload import numbers
+from levanter_infer.bench.workload import (
+    count,
+    numbers,
+)
 from levanter_infer.cache.arrays import replace
 from levanter_infer.cache.batch_info import PageBatchInfo
 from levanter_infer.decode.codes import FINISHED, RUNNING, WAITING
@@ -40,10 +43,10 @@ _VOCAB = 32000
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--slots", type=numbers, default=SLOTS, help="comma-separated; default 64,256,1024")
     parser.add_argument("--pages", type=numbers, default=PAGES, help="comma-separated; default 4096 … 262144")
-    parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--steps", type=count, default=200)
+    parser.add_argument("--repeats", type=count, default=5)
     parser.add_argument("--prefix-cache", action="store_true", help="steps with the prefix cache; default without")
-    parser.add_argument("--prompt", type=int, default=10000, help="tokens of the prompt in the prefix lookup")
+    parser.add_argument("--prompt", type=count, default=10000, help="tokens of the prompt in the prefix lookup")
 
 
 def run(args: argparse.Namespace) -> None:

@@ -30,7 +30,14 @@ from levanter_infer.bench.instruction_sets import (
 )
 from levanter_infer.bench.limits import Probe, share_of_bound
 from levanter_infer.bench.report import digest, emit, provenance, summarize
-from levanter_infer.bench.workload import add_model_arguments, model_sizes, numbers, random_model
+from levanter_infer.bench.workload import (
+    add_model_arguments,
+    amount,
+    count,
+    model_sizes,
+    numbers,
+    random_model,
+)
 from levanter_infer.decode.programs import compile_program
 from levanter_infer.engine.backend_choice import BackendChoice
 from levanter_infer.engine.config import EngineConfig
@@ -50,8 +57,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a line for each matmul: its share of the bound that the rates of memory and arithmetic give, which are "
         "measured in turn with it; of the C++ kernels",
     )
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--milliseconds", type=float, default=100, help="of one measurement, about; default 100")
+    parser.add_argument("--repeats", type=count, default=5)
+    parser.add_argument("--milliseconds", type=amount, default=100, help="of one measurement, about; default 100")
     add_model_arguments(parser)
 
 

@@ -21,6 +21,7 @@ import numpy as np
 from levanter_infer.bench.report import add_plot_argument, digest, draw, emit, measured, provenance
 from levanter_infer.bench.workload import (
     add_model_arguments,
+    count,
     model_config,
     model_sizes,
     random_model,
@@ -74,10 +75,10 @@ CASES = ("peak", *mixes(1))
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cases", default=",".join(CASES), help=f"of {', '.join(CASES)}; default all")
-    parser.add_argument("--page-size", type=int, default=16)
-    parser.add_argument("--batch", type=int, default=8, help="sequences of the peak case; default 8")
-    parser.add_argument("--prompt", type=int, default=128, help="prompt tokens of the peak case; default 128")
-    parser.add_argument("--output", type=int, default=32, help="generated tokens; default 32")
+    parser.add_argument("--page-size", type=count, default=16)
+    parser.add_argument("--batch", type=count, default=8, help="sequences of the peak case; default 8")
+    parser.add_argument("--prompt", type=count, default=128, help="prompt tokens of the peak case; default 128")
+    parser.add_argument("--output", type=count, default=32, help="generated tokens; default 32")
     add_plot_argument(parser)
     add_model_arguments(parser)
 

@@ -21,13 +21,16 @@ from levanter_infer.bench.timeline import Round, Timeline, in_steady, phases, sp
 from levanter_infer.bench.workload import (
     ARRIVALS,
     add_model_arguments,
+    amount,
     arrival_times,
+    count,
     mixed_lens,
     model_sizes,
     numbers,
     random_model,
     random_prompts,
     round_up,
+    span,
 )
 from levanter_infer.engine.config import EngineConfig
 from levanter_infer.engine.engine import InferenceEngine
@@ -44,26 +47,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--cases", default=",".join(CASES), help=f"of {', '.join(CASES)}; default all; closed always runs"
     )
     load.add_argument("--arrivals", choices=ARRIVALS, default="poisson", help="default poisson")
-    load.add_argument("--load", type=float, default=0.8, help="rate of arrival as a share of the capacity; default 0.8")
-    load.add_argument("--rate", type=float, help="requests a second, instead of --load")
-    load.add_argument("--tokens-target", type=int, default=10000, help="generated tokens, saturated and open")
-    load.add_argument("--closed-requests", type=int, help="requests of the closed loop; default 8 * max_seqs")
-    load.add_argument("--prompt", type=numbers, default=(16, 128), help="shortest,longest prompt; default 16,128")
-    load.add_argument("--output", type=numbers, default=(8, 256), help="shortest,longest output; default 8,256")
+    load.add_argument(
+        "--load", type=amount, default=0.8, help="rate of arrival as a share of the capacity; default 0.8"
+    )
+    load.add_argument("--rate", type=amount, help="requests a second, instead of --load")
+    load.add_argument("--tokens-target", type=count, default=10000, help="generated tokens, saturated and open")
+    load.add_argument("--closed-requests", type=count, help="requests of the closed loop; default 8 * max_seqs")
+    load.add_argument("--prompt", type=span, default=(16, 128), help="shortest,longest prompt; default 16,128")
+    load.add_argument("--output", type=span, default=(8, 256), help="shortest,longest output; default 8,256")
     load.add_argument("--seed", type=int, default=0, help="of lengths, prompts and arrivals")
     engine = parser.add_argument_group("engine")
-    engine.add_argument("--max-seqs", type=int, default=16, help="default 16")
+    engine.add_argument("--max-seqs", type=count, default=16, help="default 16")
     engine.add_argument(
         "--max-step-tokens", "--prefill-chunk", type=numbers, default=(64,), help="comma-separated; default 64"
     )
     engine.add_argument("--page-size", "--kv-block-size", type=numbers, default=(16,), help="comma-separated; 16")
     engine.add_argument(
-        "--max-round-steps", type=int, default=1, help="steps of a round; 1, the default, shows and times every step"
+        "--max-round-steps", type=count, default=1, help="steps of a round; 1, the default, shows and times every step"
     )
     engine.add_argument("--early-launch", action="store_true", help="do not wait for late requests before a launch")
     parser.add_argument("--no-static", action="store_true", help="leave out the static batches")
-    parser.add_argument("--spike-threshold", type=float, help="seconds a step; default twice the median")
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--spike-threshold", type=amount, help="seconds a step; default twice the median")
+    parser.add_argument("--repeats", type=count, default=3)
     add_plot_argument(parser)
     add_model_arguments(parser)
 

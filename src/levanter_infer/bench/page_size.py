@@ -14,6 +14,7 @@ import numpy as np
 from levanter_infer.bench.report import add_plot_argument, digest, draw, emit, measured, provenance, summarize
 from levanter_infer.bench.workload import (
     add_model_arguments,
+    count,
     model_sizes,
     numbers,
     random_model,
@@ -33,9 +34,9 @@ BATCHES = (8, 16, 32, 64)
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--page-size", type=numbers, default=PAGE_SIZES, help="comma-separated; default 8 … 256")
     parser.add_argument("--batch", type=numbers, default=BATCHES, help="comma-separated; default 8,16,32,64")
-    parser.add_argument("--prompt", type=int, default=128, help="mean of the prompts' lengths; default 128")
-    parser.add_argument("--output", type=int, default=32, help="generated tokens; default 32")
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--prompt", type=count, default=128, help="mean of the prompts' lengths; default 128")
+    parser.add_argument("--output", type=count, default=32, help="generated tokens; default 32")
+    parser.add_argument("--repeats", type=count, default=3)
     add_plot_argument(parser)
     add_model_arguments(parser)
 

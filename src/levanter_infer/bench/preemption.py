@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from levanter_infer.bench.report import digest, emit, measured, provenance, summarize
 from levanter_infer.bench.workload import (
     add_model_arguments,
+    count,
     model_sizes,
     numbers,
     random_model,
@@ -28,13 +29,13 @@ _COUNTED = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--requests", type=int, default=8)
-    parser.add_argument("--prompt", type=int, default=512, help="prompt tokens of each; default 512")
-    parser.add_argument("--output", type=int, default=256, help="generated tokens of each; default 256")
+    parser.add_argument("--requests", type=count, default=8)
+    parser.add_argument("--prompt", type=count, default=512, help="prompt tokens of each; default 512")
+    parser.add_argument("--output", type=count, default=256, help="generated tokens of each; default 256")
     parser.add_argument("--times", type=numbers, default=(1, 4), help="how many times too small; default 1,4")
     parser.add_argument("--policies", default="recompute,offload")
     parser.add_argument("--prefix-cache", action="store_true", help="with the prefix cache")
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--repeats", type=count, default=3)
     add_model_arguments(parser)
 
 

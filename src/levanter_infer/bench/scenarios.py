@@ -30,6 +30,7 @@ from levanter_infer.bench.report import (
 )
 from levanter_infer.bench.workload import (
     add_model_arguments,
+    count,
     model_sizes,
     numbers,
     random_model,
@@ -55,20 +56,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     known = ",".join(CASES)
     parser.add_argument("--cases", default=known, help=f"of {known}; default all")
     add = parser.add_argument
-    add("--tokens", type=int, default=100_000, help="single: prompt and generated tokens; default 100000")
-    add("--generate", type=int, default=256, help="single, mixed, random, chat: tokens each generates; default 256")
+    add("--tokens", type=count, default=100_000, help="single: prompt and generated tokens; default 100000")
+    add("--generate", type=count, default=256, help="single, mixed, random, chat: tokens each generates; default 256")
     add("--mixed", type=numbers, default=tuple(range(500, 8001, 500)), help="prompt tokens; default 500,1000 … 8000")
     add("--random", type=numbers, default=tuple(range(256, 4097, 256)), help="lengths to draw from; default 256 … 4096")
     add("--chat", type=numbers, default=tuple(2**i for i in range(10, 16)), help="tokens of the history at each turn")
     add("--lengths", type=numbers, default=tuple(2**i for i in range(7, 14)), help="contexts; default 128 … 8192")
     add("--uncached", type=numbers, default=tuple(2**i for i in range(7, 12)), help="the same without a cache; … 2048")
-    add("--cache-tokens", type=int, default=128, help="cache: tokens generated both ways; default 128")
-    add("--long", type=int, default=4096, help="long: tokens that each of --batch sequences generates; default 4096")
-    add("--batch", type=int, default=8, help="long, layer: sequences; default 8")
+    add("--cache-tokens", type=count, default=128, help="cache: tokens generated both ways; default 128")
+    add("--long", type=count, default=4096, help="long: tokens that each of --batch sequences generates; default 4096")
+    add("--batch", type=count, default=8, help="long, layer: sequences; default 8")
     add("--layer-context", type=numbers, default=(128, 1024, 4096), help="layer: stored tokens; default 128,1024,4096")
-    add("--window", type=int, default=256, help="the first and the last tokens that rates are taken of; default 256")
-    add("--chunk", type=int, default=256, help="tokens computed in one step; default 256")
-    add("--repeats", type=int, default=3)
+    add("--window", type=count, default=256, help="the first and the last tokens that rates are taken of; default 256")
+    add("--chunk", type=count, default=256, help="tokens computed in one step; default 256")
+    add("--repeats", type=count, default=3)
     add_model_arguments(parser)
     add_plot_argument(parser)
 

@@ -15,7 +15,13 @@ from pathlib import Path
 
 from levanter_infer.bench.one_start import PROMPT
 from levanter_infer.bench.report import add_plot_argument, digest, draw, emit, provenance, summarize
-from levanter_infer.bench.workload import add_model_arguments, model_sizes, numbers, random_model
+from levanter_infer.bench.workload import (
+    add_model_arguments,
+    count,
+    model_sizes,
+    numbers,
+    random_model,
+)
 from levanter_infer.checkpoints.save import save_model
 from levanter_infer.runtime.compile_cache import VARIABLE
 
@@ -25,7 +31,7 @@ CASES = ("start", "sample", "layers")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cases", default=",".join(CASES), help=f"of {', '.join(CASES)}; default all")
     parser.add_argument("--model", type=Path, help="a checkpoint; default: a random one of --shape, made for the run")
-    parser.add_argument("--repeats", type=int, default=3, help="runs of each case; the median is reported")
+    parser.add_argument("--repeats", type=count, default=3, help="runs of each case; the median is reported")
     parser.add_argument(
         "--layer-counts", type=numbers, default=(2, 8, 30), help="compile models of these; default 2,8,30"
     )

@@ -29,6 +29,7 @@ from levanter_infer.bench.throughput import timed_call
 from levanter_infer.bench.workload import (
     SAMPLING,
     add_model_arguments,
+    count,
     model_sizes,
     numbers,
     random_model,
@@ -53,10 +54,10 @@ _LINE = "XLAEigen"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch", type=numbers, default=(1, 32), help="sequences; default 1,32")
     parser.add_argument("--prompt", type=numbers, default=(128,), help="prompt tokens; default 128")
-    parser.add_argument("--output", type=int, default=32, help="generated tokens; default 32")
+    parser.add_argument("--output", type=count, default=32, help="generated tokens; default 32")
     parser.add_argument("--mode", choices=SAMPLING, default="greedy", help="sampling; default greedy")
     parser.add_argument("--cpu-isa", default="auto", help="engine.cpu_isa; default auto")
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--repeats", type=count, default=5)
     add_model_arguments(parser)
 
 

@@ -16,6 +16,7 @@ from levanter_infer.bench.report import digest, emit, provenance, summarize
 from levanter_infer.bench.workload import (
     SAMPLING,
     add_model_arguments,
+    count,
     model_sizes,
     numbers,
     random_model,
@@ -33,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch", type=numbers, default=(1, 8, 32), help="comma-separated; default 1,8,32")
     parser.add_argument("--prompt", type=numbers, default=(128,), help="prompt tokens, comma-separated; default 128")
     parser.add_argument("--output", type=numbers, default=(64,), help="generated tokens, comma-separated; default 64")
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--repeats", type=count, default=5)
     parser.add_argument("--modes", default="greedy,sampled", help=f"of {', '.join(SAMPLING)}")
     parser.add_argument("--attention", default="auto", help="engine.attention; default auto")
     parser.add_argument("--matmul", default="auto", help="engine.matmul; default auto")

@@ -1,6 +1,7 @@
 """Workloads of the benches: random models of known shapes and random prompts, from seeds."""
 
 import argparse
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -32,9 +33,35 @@ SAMPLING = {
 ARRIVALS = ("poisson", "constant")
 
 
+def count(text: str) -> int:
+    """A whole number above 0, for argparse."""
+    if not text.strip().isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number above 0")
+    return int(text)
+
+
 def numbers(text: str) -> tuple[int, ...]:
-    """`1,2,3` as integers, for argparse."""
-    return tuple(int(part) for part in text.split(","))
+    """`1,2,3` as whole numbers above 0, for argparse."""
+    return tuple(count(part) for part in text.split(","))
+
+
+def span(text: str) -> tuple[int, int]:
+    """`SHORTEST,LONGEST`, two of `numbers` in order, for argparse."""
+    found = numbers(text)
+    if len(found) != 2 or found[0] > found[1]:
+        raise argparse.ArgumentTypeError(f"{text!r} is no SHORTEST,LONGEST")
+    return found[0], found[1]
+
+
+def amount(text: str) -> float:
+    """A finite number above 0, for argparse."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number above 0")
+    return value
 
 
 def add_model_arguments(parser: argparse.ArgumentParser, shape: str = "S") -> None:
@@ -42,7 +69,7 @@ def add_model_arguments(parser: argparse.ArgumentParser, shape: str = "S") -> No
     group = parser.add_argument_group("model")
     group.add_argument("--shape", choices=SHAPES, default=shape, help=f"default {shape}")
     for name in SHAPES["S"]:
-        group.add_argument(f"--{name.replace('_', '-')}", type=int, help="default: the shape's")
+        group.add_argument(f"--{name.replace('_', '-')}", type=count, help="default: the shape's")
     group.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
 
 
