@@ -127,6 +127,8 @@ def _open(source: Source, wanted: np.dtype | None, hf_config: Mapping[str, Any])
     embeddings = family.tensor_of("embeddings.weight")
     _check_names(params, tensors, head, source)
     _check_headers(params, tensors)
+    if head is not None and head in tensors and embeddings is not None:
+        _check_tied(tensors[head], tensors[embeddings])  # here, so that `swap_weights` still has its old weights
     types = DecoderModel.types(config, _one_dtype(config, params, tensors, wanted))
 
     def read(layout: Layout | None = None) -> DecoderModel:
@@ -134,8 +136,6 @@ def _open(source: Source, wanted: np.dtype | None, hf_config: Mapping[str, Any])
         for param in params:
             dtype = np.dtype(get_parameter(types, param.path).dtype)
             model = set_parameter(model, param.path, _read(param, tensors, dtype, layout))
-        if head is not None and head in tensors and embeddings is not None:
-            _check_tied(tensors[head], tensors[embeddings])
         return model if layout is None else model.shard_as(layout)
 
     return StoredModel(types, read)

@@ -65,7 +65,8 @@ def update_roots(runner: Runner, scheduler: Scheduler, offload: KvOffload, intak
 
 
 def new_weights(types, model) -> "Model | StoredModel":
-    """Weights given to `swap_weights`, as the runner takes them; checkpoints are opened, and nothing is read of them.
+    """Weights given to `swap_weights`, as the runner takes them; checkpoints are opened, and of their
+    weights only a head that has to equal the embeddings is read.
 
     Raises: ValueError unless it has the configuration, shapes and dtypes of `types`; as `load_model`, `from_levanter`.
     """
