@@ -186,7 +186,7 @@ def test_keys_of_chats_reach_the_request_those_of_the_row_before_those_of_the_co
     result = [row.request for row in read(tmp_path, "\n".join(map(json.dumps, lines)), **given)]
     assert result[0].chat_template_kwargs == {"a": 1, "b": 1} and result[0].tools is None
     assert result[1].chat_template_kwargs == {"a": 1, "b": 2} and result[1].continue_final_message is True
-    assert result[0].add_generation_prompt is True and result[1].add_generation_prompt is False
+    assert result[0].add_generation_prompt is result[1].add_generation_prompt is None  # the engine decides
     assert result[1].tools == tools
     assert result[2].chat_template_kwargs is None
 
