@@ -1,6 +1,7 @@
 """Weight updates, on the host: what is checked, and what requests need to know of other weights."""
 
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -77,11 +78,9 @@ def new_weights(types, model) -> "Model | StoredModel":
         return model
     model = from_levanter(model)
     check_same_types(types, model)
-    for path, leaf in jax.tree_util.tree_leaves_with_path(model, is_leaf=lambda leaf: isinstance(leaf, NamedArray)):
-        array = getattr(leaf, "array", leaf)
+    for name, array in _named(model).items():
         if not isinstance(array, np.ndarray | jax.Array) or (isinstance(array, jax.Array) and array.is_deleted()):
             got = "deleted, or donated to another program" if isinstance(array, jax.Array) else type(array).__name__
-            name = jax.tree_util.keystr(path, simple=True, separator=".")
             raise ValueError(f"swap_weights was given a model whose {name} is {got}; expected arrays in memory")
     return model
 
@@ -101,19 +100,21 @@ def check_same_types(types, model) -> None:
 
 
 def _differing(old, new) -> list[str]:
-    def named(tree) -> dict[str, str]:
-        leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda leaf: isinstance(leaf, NamedArray))
-        return {
-            jax.tree_util.keystr(
-                path, simple=True, separator="."
-            ): f"{leaf.dtype}{[*getattr(leaf, 'array', leaf).shape]}"
-            for path, leaf in leaves
-        }
+    def types(tree) -> dict[str, str]:
+        return {name: f"{array.dtype}{[*array.shape]}" for name, array in _named(tree).items()}
 
-    before, now = named(old), named(new)
+    before, now = types(old), types(new)
     names = [*before, *(name for name in now if name not in before)]
     return [
         f"{name} was {before.get(name, 'absent')} and is {now.get(name, 'absent')}"
         for name in names
         if before.get(name) != now.get(name)
     ]
+
+
+def _named(tree) -> dict[str, Any]:
+    """The arrays of a tree, or what stands in their place, by dotted name."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda leaf: isinstance(leaf, NamedArray))
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="."): getattr(leaf, "array", leaf) for path, leaf in leaves
+    }
