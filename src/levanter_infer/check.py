@@ -1,7 +1,6 @@
 """`levanter-infer check`: the machine, the numerics of an engine, and where they start to differ.
 
-A table for people goes to standard error, one JSON line to standard output. Exit status: 0 everything agrees, 1
-something does not or a request failed, 2 wrong usage or configuration.
+A table for people goes to standard error, one JSON line to standard output. Exit status: `cli.EXIT_STATUS`.
 """
 
 import contextlib

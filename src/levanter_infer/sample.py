@@ -1,6 +1,6 @@
 """`levanter-infer sample --config FILE`: sample prompts from a model.
 
-Completions go to standard output, everything else to standard error; exit status as in `cli/common.py`.
+Completions go to standard output, everything else to standard error; exit status: `cli.EXIT_STATUS`.
 """
 
 import dataclasses

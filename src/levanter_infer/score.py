@@ -1,7 +1,6 @@
 """`levanter-infer score --config FILE`: log probabilities of texts, and perplexity.
 
-Results go to standard output, everything else to standard error. Exit status: 0 all is well, 1 some rows failed, 2
-wrong usage or configuration, 130 interrupted, 141 standard output was closed.
+Results go to standard output, everything else to standard error. Exit status: `cli.EXIT_STATUS`.
 """
 
 import dataclasses

@@ -1,6 +1,6 @@
 """`levanter-infer batch --config FILE`: sample the rows of files, resumably.
 
-Messages go to standard error. Exit status as in `cli/common.py`; 0 also for a job that SIGTERM stopped.
+Messages go to standard error. Exit status: `cli.EXIT_STATUS`; 0 also for a job that SIGTERM stopped.
 """
 
 import contextlib

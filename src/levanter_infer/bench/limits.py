@@ -40,7 +40,7 @@ class Bound:
 
     @property
     def side(self) -> str:
-        """Which of the two bounds it: `MEMORY` or `ARITHMETIC`."""
+        """The larger of the two bounds: `MEMORY` or `ARITHMETIC`."""
         return MEMORY if self.memory_ms >= self.arithmetic_ms else ARITHMETIC
 
     @property

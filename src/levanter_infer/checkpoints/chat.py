@@ -13,7 +13,7 @@ from typing import Any
 CHAT_KEYS = ("tools", "chat_template_kwargs", "add_generation_prompt", "continue_final_message")
 """Settings of a chat: keys of a configuration, of a row, and of a request."""
 TEMPLATE_ARGUMENTS = ("messages", "tools", "add_generation_prompt", "continue_final_message")
-"""What a template is rendered with besides its variables, which have other names."""
+"""Arguments that every template gets. The variables of `chat_template_kwargs` have other names."""
 _RESERVED = {
     **dict.fromkeys(
         TEMPLATE_ARGUMENTS,

@@ -29,6 +29,11 @@ COMMANDS = {
     "bench": ("bench.__main__", "benchmarks"),
 }
 """Commands: the module, which has `main(argv)`, and a description."""
+EXIT_STATUS = (
+    "exit status: 0 success; 1 some requests failed, results differ (check), or the job does not fit (plan); 2 wrong "
+    "usage or configuration; 3 another process of the job was lost or failed; 130 interrupted; 141 standard output "
+    "was closed"
+)
 COMPILER_THREADS = "compile"
 """Prefix of the names of threads that compile a program."""
 
@@ -97,7 +102,7 @@ def overview() -> str:
     for name, place in SECTIONS.items():
         doc = read_section(place).doc
         lines += textwrap.wrap(f"{name:10} {doc}", 100, initial_indent="  ", subsequent_indent=" " * 13)
-    return "\n".join(lines)
+    return "\n".join([*lines, "", *textwrap.wrap(EXIT_STATUS, 100)])
 
 
 def command_help(name: str) -> str:
@@ -108,7 +113,7 @@ def command_help(name: str) -> str:
         usage = read_constant("check", "USAGE").format(**read_constant("check", "MAX_DELTA"))
         alias = f"usage: {PROGRAM} {name} [OPTIONS], which is {COMMANDS[name][1]}\n\n"
         usage = usage if name == "check" else alias + usage
-    return f"{usage}\n{keys_text(name)}"
+    return "\n".join([usage, *textwrap.wrap(EXIT_STATUS, 100), "", keys_text(name)])
 
 
 def version_line() -> str:

@@ -1,8 +1,4 @@
-"""Arguments, streams and exit status of every command.
-
-Exit status of all of them: 0 all is well, 1 some requests failed, 2 wrong usage or configuration, 3 another process of
-the job was lost or has failed, 130 interrupted, 141 standard output was closed.
-"""
+"""Arguments, streams and exit status (`cli.EXIT_STATUS`) of every command."""
 
 import contextlib
 import dataclasses

@@ -1,4 +1,4 @@
-"""Which tables requests need that an engine has not made yet, because no request has needed them."""
+"""Tables that an engine makes when the first request needs them."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -69,7 +69,9 @@ def generate(
         config: sizes; `max_seq_len` defaults to what the call needs and `max_pages` to enough for all that run.
         seeds: u32[batch, 2], the high and low word of each prompt's seed, may be traced. Default: `sampling.seed`
             plus the prompt's place in this call, or the place alone.
-        eos_token_ids: tokens that end a sequence, unless `sampling.ignore_eos`.
+        eos_token_ids: tokens that end a sequence, unless `sampling.ignore_eos`. Default: none, because a model does not
+            know its tokenizer's.
+        score_mod, mask_mod: as in `InferenceEngine`.
     Raises: ValueError for sizes that contradict each other, for parameters that need a host, under `vmap`, and under a
         `shard_map` that checks which arrays vary. Values inside traced arrays are not checked: a token id out of range
         gives an undefined continuation of that prompt; lengths are clipped to 1 … `length`.

@@ -194,7 +194,7 @@ class Layout:
         return num_kv_heads * self.copies_of(num_kv_heads) // self.model.parts
 
     def head_index(self, head):
-        """Which query head of the model is head `head` of this device, i32; used where a head's number has a meaning.
+        """Index in the model of query head `head` of this device, i32; used where a head's number has a meaning.
         Heads that fill up a group count as the last of it.
 
         Raises: ValueError if layers differ in their heads.

@@ -9,7 +9,7 @@ from levanter_infer.cache.page_table import ragged_index
 
 
 class RaggedRows(eqx.Module):
-    """Which row each packed token belongs to, and where each row starts. Padding tokens have row `num_rows`."""
+    """Rows of a packed batch: the row of each token, and the start of each row. Padding tokens have row `num_rows`."""
 
     slots: Array
     """i32[row], slot of each row; none is the number of slots."""

@@ -19,11 +19,12 @@ _LANES = 128
 
 @dataclass(frozen=True)
 class ShardAxis:
-    """Which mesh axis, and over how many devices. The methods are collectives: all of these devices call them."""
+    """A mesh axis that an array is sharded over. The methods are collectives: all devices of the axis call them."""
 
     mesh_axis: str | tuple[str, ...] | None = None
-    """Or several, over which only sums are taken."""
+    """Its name, or the names of several, over which only sums are taken; None: not sharded."""
     parts: int = 1
+    """Devices along it."""
     in_order: bool = False
     """Whether sums are taken one part after the other, in one order for all numbers. An all-reduce has another order
     for each stretch of an array, so that the bits of a number would depend on its place."""
@@ -93,7 +94,7 @@ class ShardAxis:
 
     @property
     def index(self) -> Array:
-        """Which part this device has, i32[]."""
+        """Index of the part that this device has, i32[]."""
         return jnp.int32(0) if self.mesh_axis is None else jax.lax.axis_index(self.mesh_axis).astype(jnp.int32)
 
 

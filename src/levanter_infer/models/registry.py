@@ -1,4 +1,4 @@
-"""Which family serves which `model_type`."""
+"""The families, by `model_type`."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -1,4 +1,4 @@
-"""Which steps have the columns of the residual stream on devices of their own (`layers.collective_matmul`)."""
+"""Sharding of the residual stream's columns: the steps that have it (`layers.collective_matmul`), and their norms."""
 
 import dataclasses
 from typing import TypeVar

@@ -1,4 +1,4 @@
-"""Which tensors of a checkpoint hold which parameters of a model: a table of lines, each read and written the same way.
+"""Tensors of a checkpoint and the parameters of a model that they hold: a table of lines, read and written alike.
 
 HF's tensors are matrices [out, in] or vectors; the stored axes of a parameter merge to these. A line says where in a
 tensor its parameters stand, so that one description reads them and, inverted, writes them back.
@@ -76,7 +76,7 @@ class Slice:
     rows: tuple[int, ...]
     """Rows of all parameters of the tensor."""
     part: int
-    """Which of them is meant."""
+    """Index of this parameter among them."""
     groups: int
     """Rows alternate between the parameters this often."""
     columns: tuple[int, ...]

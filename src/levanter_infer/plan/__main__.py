@@ -1,6 +1,6 @@
 """`levanter-infer plan --config FILE --target v5e-16`: does a job fit, and how fast can it be?
 
-Exit status: 0 it fits, 1 it does not, 2 wrong usage or configuration.
+Exit status: `cli.EXIT_STATUS`.
 """
 
 import dataclasses
@@ -35,7 +35,7 @@ The programs of the job are compiled for the target; weights are not read, and n
   --json FILE         write all of it as JSON too; - for standard output, in place of the tables
   --help              this text
 
-Exit status 1 if the job does not fit; the plan then names the smallest change with which it would fit.
+The plan of a job that does not fit names the smallest change with which it would fit.
 """
 """Read from the source by `cli.command_help`."""
 _OPTIONS = {

@@ -21,9 +21,9 @@ class Constraint(NamedTuple):
     """The tokens that a request's samples may generate: at most one of both."""
 
     automaton: TokenAutomaton | None = None
-    """Which the device applies; None: no constraint, or `guide`."""
+    """The constraint that the device applies; None: no constraint, or `guide`."""
     guide: Guide | None = None
-    """Which the host applies, with a copy for each sample; it obeys the constraints on token ids as well."""
+    """The constraint that the host applies, a copy for each sample; it obeys the constraints on token ids as well."""
 
 
 class Wanted(NamedTuple):
@@ -38,7 +38,7 @@ class Wanted(NamedTuple):
 
     @property
     def text_name(self) -> str | None:
-        """Which parameter constrains the text, if any."""
+        """Name of the parameter that constrains the text, if any."""
         names = ("regex", "json_schema", "choice", "grammar")
         return next((name for name in names if getattr(self, name) is not None), None)
 
