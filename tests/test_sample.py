@@ -238,6 +238,7 @@ def test_sequence_that_ends_in_error_counts_as_failed(capsys):
         *(RequestOutput(str(i), None, [], [], error="bad\x1b") for i in range(30)),
     ]
     assert sample.report_failures(outputs) == 31
+    assert [sample.failure(output) is not None for output in outputs[:3]] == [True, False, True]
     err = capsys.readouterr().err
     assert "request a: sample 1: the model's logits are not finite" in err
     assert "bad\\x1b" in err and "and 11 more requests" in err and err.count("\n") == 21

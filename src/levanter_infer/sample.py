@@ -16,7 +16,7 @@ if __name__ == "__main__":  # here, so that an interrupt during the imports belo
     run_command("sample")
 
 from levanter_infer.cli.common import run_config
-from levanter_infer.cli.session import join, make_engine, merge_outputs, report_failures, serve
+from levanter_infer.cli.session import failure, join, make_engine, merge_outputs, report_failures, serve
 from levanter_infer.config import RunConfig
 from levanter_infer.engine.request import Request, RequestOutput
 from levanter_infer.fingerprint import device_fingerprint, flat, model_fingerprint, tokenizer_fingerprint
@@ -79,7 +79,7 @@ def _run(config: RunConfig, hosts: Hosts | None) -> int:
         results = (columns.rows(output, row.carried) for row, output in zip(rows, outputs, strict=True))
         write_files(writer, metrics, itertools.chain.from_iterable(results), engine)
     if not writes:
-        return 1 if any(output.error is not None for output in outputs) else 0
+        return 1 if any(failure(output) is not None for output in outputs) else 0
     shown = outputs if output is None else outputs[:_SHOWN_WITH_OUTPUT]
     for row, result in zip(rows, shown, strict=False):
         if result.error is None:
@@ -144,7 +144,7 @@ def _indented(text: str, indent: str) -> str:
 
 def summary(outputs: Sequence[RequestOutput], stats: Mapping[str, Any], seconds: float) -> str:
     """The closing lines; `stats` are those of `InferenceEngine.stats`."""
-    failed = sum(output.error is not None for output in outputs)
+    failed = sum(failure(output) is not None for output in outputs)
     samples = sum(len(output.completions) for output in outputs)
 
     def rate(key: str) -> str:

@@ -19,7 +19,8 @@ from levanter_infer.batch.__main__ import main
 from levanter_infer.batch.config import BatchRunConfig
 from levanter_infer.batch.job import check_same
 from levanter_infer.checkpoints.save import save_model
-from levanter_infer.config import ModelSource, OutputConfig
+from levanter_infer.cli.common import parse_arguments
+from levanter_infer.config import ModelSource, OutputConfig, load_config
 from levanter_infer.engine import instructions
 from levanter_infer.kernels.cpu import bindings as cpu
 from tests.tiny_models import tiny_model
@@ -30,6 +31,8 @@ SMALL = ("--engine.max_seqs", "4", "--engine.page_size", "8", "--engine.max_step
 SHARDS = ("--batch.rows_per_shard", "4")
 SAMPLING = ("--sampling.max_tokens", "24", "--sampling.ignore_eos", "true", "--sampling.seed", "5")
 COLUMNS = ("--output.include", "[logprobs, top_logprobs]")
+ONE_MESH = ("--multihost.layout", "one_mesh", "--multihost.coordinator", "127.0.0.1:1", "--multihost.processes", "2")
+ONE_MESH += ("--multihost.process_id", "1")
 
 
 @pytest.fixture(scope="module")
@@ -284,6 +287,43 @@ def test_a_signal_while_an_object_is_deleted_is_not_lost(number, capsys):
         time.sleep(20)
         pytest.fail("went on")
     assert stop.received == number and sys.unraisablehook is before and capsys.readouterr().err == ""
+
+
+def test_a_second_signal_does_not_disturb_what_the_first_one_has_begun():
+    stop = run.StopSignal()
+    with pytest.raises(run.Stopped), stop.installed():
+        try:
+            signal.raise_signal(signal.SIGTERM)
+        finally:
+            signal.raise_signal(signal.SIGTERM)
+            ended_in_order = True
+    assert ended_in_order
+
+
+def test_processes_of_one_mesh_agree_on_what_is_left_once_their_engines_are_made(
+    arguments, tmp_path, whole, monkeypatch
+):
+    class Hosts:
+        """Process 1 of two, whose process 0 finds that others have finished the job meanwhile."""
+
+        index, count, is_lead, left = 1, 2, False, iter([8, 0])
+
+        def broadcast(self, what, value):
+            return next(self.left)
+
+    output = tmp_path / "out"
+    lay(output, {"job.json": whole["job.json"]})
+    monkeypatch.setattr(worker, "agree", lambda *_: None)
+    monkeypatch.setattr(worker, "_engine", lambda *_: object())
+    options = [*arguments, *SHARDS, "--output", str(output), *ONE_MESH]
+    config = load_config(*parse_arguments("batch", options, BatchRunConfig), BatchRunConfig)
+    assert worker.open_worker(config, Hosts()).engine is None  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("output, problem", [("memory://x/out", "gone at its end"), ("file://", "has no path")])
+def test_an_output_that_would_not_be_there_afterwards_is_refused(command, output, problem):
+    status, said = command(output)
+    assert status == 2 and problem in said
 
 
 def test_a_second_interrupt_ends_at_once_what_a_first_has_asked_to_stop():

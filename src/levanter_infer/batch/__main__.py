@@ -91,7 +91,7 @@ class StopSignal:
             self.hosts.stop_wanted = True
         if again and number == signal.SIGINT:
             raise KeyboardInterrupt  # at once
-        if not self._deferred:
+        if not self._deferred and not again:  # the first one is being handled otherwise
             raise Stopped
 
     @contextlib.contextmanager
@@ -125,6 +125,8 @@ def run(config: BatchRunConfig) -> int:
     with stop.installed():
         try:
             with join(config, (Stopped,)) as stop.hosts:
+                if stop.hosts is not None:
+                    stop.hosts.advice = "What was finished is kept: the same command goes on"
                 return _run(config, stop)
         except Stopped:
             say("stopped   before anything was in progress; the same command goes on")

@@ -116,8 +116,8 @@ def open_worker(
             check_same(spec, make_job_spec(wanted, fingerprints, sizes, inputs))
             job = Job(store, spec)
             left = len(inputs.shards) - len(job.committed())
-            if hosts is not None and engine is None:
-                left = hosts.broadcast("shards left", left)  # other processes may finish some meanwhile
+            if hosts is not None and (engine is None or one_mesh is not None):
+                left = hosts.broadcast("shards left", left)  # other jobs' processes may finish some meanwhile
             if left == 0 or engine is not None or not begin:
                 return Worker(config, source, job, engine if left else None, rank, one_mesh)
             say(f"job       {len(inputs.shards) - left} of {len(inputs.shards)} shards are finished, {left} are left")
@@ -158,11 +158,18 @@ def output_format(config: BatchRunConfig, tokenizer: "Tokenizer | None") -> Outp
 
 
 def output_store(config: BatchRunConfig) -> Store:
-    """The directory of a job. Raises: ValueError if it cannot be opened."""
+    """The directory of a job. Raises: ValueError if it cannot be opened, or would not outlive this process."""
     assert config.output is not None and config.output.path is not None
+    url = config.output.path
+    if url.startswith("memory://"):
+        raise ValueError(
+            f"output {url} is in this process's memory and gone at its end; give a directory or another URL"
+        )
+    if url.rstrip("/") in ("file:", "local:"):
+        raise ValueError(f"output {url} has no path; give file:///DIRECTORY or a directory")
     if config.batch.format == "parquet":
         tables.check_available()
-    return open_store(config.output.path)
+    return open_store(url)
 
 
 def input_of(config: BatchRunConfig) -> Input:

@@ -44,6 +44,11 @@ def join(config: RunConfig, orderly: tuple[type[BaseException], ...] = ()) -> It
             say(f"hosts     {hosts.count}, {config.multihost.layout}; this is {hosts.names[hosts.index]}")
             with stage("waiting for the other processes to compare versions"):
                 agree(hosts, "versions and flags", {**version_fingerprint(), **flag_fingerprint()})
+                # Backends of several processes start together. Begun later, it would wait for a process that still
+                # reads its weights, and no signal ends that wait.
+                import jax
+
+                jax.devices()
         yield hosts
 
 
@@ -194,15 +199,15 @@ def merge_outputs(rows: Sequence[Row], sampled: Sequence[RequestOutput]) -> list
     ]
 
 
+def failure(output: RequestOutput) -> str | None:
+    """The error of a request, or else of its first sample that has one; None if it did not fail."""
+    broken = (f"sample {c.index}: {c.error}" for c in output.completions if c.error is not None)
+    return output.error if output.error is not None else next(broken, None)
+
+
 def report_failures(outputs: Sequence[RequestOutput]) -> int:
     """Print which requests failed; returns their number."""
-    errors: list[str] = []
-    for output in outputs:
-        broken = [c for c in output.completions if c.error is not None]
-        if output.error is not None:
-            errors.append(f"request {output.id}: {output.error}")
-        elif broken:
-            errors.append(f"request {output.id}: sample {broken[0].index}: {broken[0].error}")
+    errors = [f"request {output.id}: {error}" for output in outputs if (error := failure(output)) is not None]
     for error in errors[:_MAX_SHOWN_ERRORS]:
         say(one_line(f"error: {error}"))
     if len(errors) > _MAX_SHOWN_ERRORS:

@@ -114,6 +114,8 @@ class Hosts:
         """Names of the processes in messages."""
         self.status = HostStatus()
         self.failure: str | None = None
+        self.advice = ""
+        """Said after `failure` when this process ends because of it."""
         """Failure of another process; set by the watchdog."""
         self.ended = threading.Event()
         """Set once this process has published that it ends."""
@@ -207,7 +209,7 @@ class Hosts:
     @property
     def exit_message(self) -> str:
         """The message with which this process ends because of `failure`."""
-        return f"{self.failure}; this process ends too. What was finished is kept: the same command goes on"
+        return f"{self.failure}; this process ends too{self.advice and '. '}{self.advice}"
 
     # Requests to process 0, which the next round takes into account
 
