@@ -275,7 +275,7 @@ def test_a_broken_job_json_is_named_with_what_to_do(prompts, tmp_path):  # noqa:
 
 def test_a_job_of_an_older_format_is_refused_by_the_version_that_wrote_it(tmp_path):
     (tmp_path / JOB).write_text('{"format": 1, "versions": {"levanter_infer": "0.1.0+abc"}}')
-    with pytest.raises(ValueError, match="has format 1, written by levanter_infer 0.1.0.abc; expected format 2"):
+    with pytest.raises(ValueError, match="has format 1, written by levanter_infer 0.1.0.abc; expected format 3"):
         read_job_spec(LocalStore(tmp_path))
 
 

@@ -1,7 +1,9 @@
 """How an input is divided, and that a change of it is noticed."""
 
+import bz2
 import gzip
 import json
+import lzma
 
 import pytest
 
@@ -89,6 +91,24 @@ def test_compressed_text_is_divided_as_plain_text(tmp_path):
     inputs = packed.split(4)
     assert inputs.shards == plain.split(4).shards
     assert contents(packed, inputs) == contents(plain, inputs)
+
+
+@pytest.mark.parametrize("suffix, pack", [("bz2", bz2.compress), ("xz", lzma.compress)])
+def test_streams_behind_the_first_are_read_or_refused(tmp_path, suffix, pack):
+    write_rows(tmp_path / "in.jsonl", 9)
+    lines = (tmp_path / "in.jsonl").read_bytes().splitlines(keepends=True)
+    path = tmp_path / f"in.jsonl.{suffix}"
+    first, second = pack(b"".join(lines[:5])), pack(b"".join(lines[5:]))
+    path.write_bytes(first + bytes(8) + pack(b"") + second + bytes(4))
+    plain, packed = make_input(tmp_path / "in.jsonl"), make_input(path)
+    inputs = packed.split(4)
+    assert inputs.shards == plain.split(4).shards
+    backwards = [list(packed.rows(inputs, shard)) for shard in reversed(inputs.shards)]
+    assert [[content for _, content in rows] for rows in reversed(backwards)] == contents(plain, plain.split(4))
+    for damaged in (first + b"x" + second, first + second[:-9], first + second + b"{}\n", first[:-9], b""):
+        path.write_bytes(damaged)
+        with pytest.raises(ValueError, match=f"cannot read .*in.jsonl.{suffix}.*damaged"):
+            make_input(path).split(4)
 
 
 @pytest.mark.parametrize("change", ["a byte", "fewer rows"])

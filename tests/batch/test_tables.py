@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from levanter_infer.batch import tables
 from levanter_infer.batch.input import Input
 from levanter_infer.engine.params import SamplingParams
 from levanter_infer.io.prompts import RowParser
@@ -158,6 +159,25 @@ def test_chats_with_tools_may_be_structures_or_json_text(tmp_path):
         first, second = rows_of_table(tmp_path / "in.parquet")[1]
         assert first == {"messages": messages, "tools": tools, "chat_template_kwargs": {"a": 1}}
         assert second == {"messages": messages, "add_generation_prompt": False}
+
+
+def test_a_table_whose_values_have_changed_is_not_given_out(tmp_path):
+    """The footer of one without statistics is the same."""
+    path = tmp_path / "in.parquet"
+    options = {"compression": "none", "use_dictionary": False, "write_statistics": False, "row_group_size": 4}
+    write(path, {"prompt": [f"prompt {i}" for i in range(12)]}, **options)
+    source = Input(str(path), as_chat=False, model_names=())
+    inputs = source.split(3)
+    before = [[content for _, content in source.rows(inputs, shard)] for shard in inputs.shards]
+    assert [row["prompt"] for rows in before for row in rows] == [f"prompt {i}" for i in range(12)]
+    path.write_bytes(path.read_bytes().replace(b"prompt 4", b"prompt X"))
+    assert tables.footer_sha256(path.open("rb")) == inputs.files[0].sha256
+    for number, shard in enumerate(inputs.shards):  # the row groups of shards 1 and 2 hold row 4
+        if number in (0, 3):
+            assert [content for _, content in source.rows(inputs, shard)] == before[number]
+        else:
+            with pytest.raises(ValueError, match="in.parquet has changed since the job began"):
+                list(source.rows(inputs, shard))
 
 
 def test_damaged_table_is_named(tmp_path):

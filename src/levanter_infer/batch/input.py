@@ -8,7 +8,9 @@ import array
 import codecs
 import dataclasses
 import hashlib
+import io
 import lzma
+import os
 import zlib
 from collections.abc import Iterator, Sequence
 from typing import IO, Any
@@ -18,6 +20,7 @@ import numpy as np
 from levanter_infer.batch import tables
 from levanter_infer.batch.openai import as_row, is_batch_line, line_id
 from levanter_infer.batch.store import file_system
+from levanter_infer.batch.streams import DECOMPRESSORS, StreamReader
 from levanter_infer.engine.params import brief
 from levanter_infer.io.prompts import MAX_LINE_BYTES, chat_of, given_id, no_columns, parse_line, row_id
 from levanter_infer.runtime.progress import stage
@@ -41,7 +44,7 @@ class InputFile:
     """jsonl, text or parquet."""
     rows: int
     sha256: str
-    """SHA-256 of the uncompressed content; of a Parquet file, of its footer, which describes the content."""
+    """SHA-256 of the uncompressed content; of a Parquet file, of its footer."""
     bytes: int | None
     """Size of the stored file; None if the file system does not tell."""
 
@@ -61,7 +64,7 @@ class InputShard:
     line: int
     """Number of lines before it in its file; 0 for Parquet."""
     sha256: str
-    """SHA-256 of its bytes; empty for Parquet."""
+    """SHA-256 of its bytes; of a Parquet file, of the stored row groups that hold its rows."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -203,6 +206,8 @@ class Input:
                 with self._open(shard.file) as file:
                     if tables.footer_sha256(file) != inputs.files[shard.file].sha256:
                         raise changed
+                    if [*tables.rows_sha256(file, [(shard.start, shard.rows)])] != [shard.sha256]:
+                        raise changed
                     for i, content in enumerate(tables.read_rows(file, shard.start, shard.rows)):
                         yield f"{name}:{shard.start + i + 1}", self._content(content)
                 return
@@ -228,7 +233,11 @@ class Input:
         return self._last[1]
 
     def _open(self, number: int) -> IO[bytes]:
-        return self._fs.open(self.paths[number], "rb", compression="infer")
+        path = self.paths[number]
+        decompressor = DECOMPRESSORS.get(os.path.splitext(path)[1].lower())
+        if decompressor is None:
+            return self._fs.open(path, "rb", compression="infer")
+        return io.BufferedReader(StreamReader(self._fs.open(path, "rb"), decompressor))
 
     def _parse(self, raw: bytes, number: int) -> Any:
         return parse_line(raw, jsonl=self._kinds[number] == "jsonl", as_chat=False)
@@ -280,11 +289,13 @@ class Input:
             for i, given in enumerate(tables.read_ids(file, rows)):
                 ids.add(given, first_row + i)
             sha256 = tables.footer_sha256(file)
+            stretches = [(start, min(size, rows - start)) for start in range(0, rows, size)]
+            digests = tables.rows_sha256(file, stretches)
+            shards = [
+                InputShard(0, number, first_row + start, count, start, 0, digest)
+                for (start, count), digest in zip(stretches, digests, strict=True)
+            ]
         name = self.paths[number].rsplit("/", 1)[-1]
-        shards = [
-            InputShard(0, number, first_row + start, min(size, rows - start), start, 0, "")
-            for start in range(0, rows, size)
-        ]
         return InputFile(name, "parquet", rows, sha256, None), shards
 
     def _repeated_text(self, inputs: InputShards, rows: Sequence[int]) -> str:

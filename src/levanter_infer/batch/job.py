@@ -37,8 +37,9 @@ from levanter_infer.runtime.hosts import Hosts
 
 JOB, COMMITS, JOURNALS = "job.json", "_commits", "_journal"
 MANIFEST = "manifest.json"
-_FORMAT = 2
-"""Version of the directory's format. 1: records and journals did not name their job, and `job.json` no file sizes."""
+_FORMAT = 3
+"""Version of the directory's format. 1: records and journals did not name their job, and `job.json` no file sizes.
+2: shards of Parquet files had no SHA-256."""
 _MAX_SHOWN, _MAX_DAMAGED, _READERS = 12, 3, 16
 GUARANTEES = {
     Numerics.BATCH_INVARIANT: "a job that was interrupted and resumed has the same bytes as one that was not",

@@ -17,6 +17,7 @@ _JSON_COLUMNS = ("sampling", "messages", "tools", "chat_template_kwargs")
 """Columns that may hold JSON as text, for keys that not every row has."""
 _ROWS_AT_ONCE = 256
 _TAIL = 8
+_BYTES_AT_ONCE = 2**20
 """Bytes at the end of a file: length of the footer, and PAR1."""
 
 
@@ -94,18 +95,52 @@ def footer_sha256(file: IO[bytes]) -> str:
     return hashlib.sha256(b"%d " % end + file.read()).hexdigest()
 
 
+def rows_sha256(file: IO[bytes], stretches: Iterable[tuple[int, int]]) -> Iterator[str]:
+    """SHA-256 of the stored row groups that hold each stretch of rows.
+
+    Args: stretches: (first row, rows) of each, in order; a row group that several share is read once.
+    Raises: OSError for damaged data.
+    """
+    metadata = _open(file, "").metadata
+    known: dict[int, bytes] = {}
+    for start, count in stretches:
+        _, groups = _groups_of(metadata, start, count)
+        known = {group: known.get(group) or _group_sha256(file, metadata.row_group(group)) for group in groups}
+        yield hashlib.sha256(b"".join(known.values())).hexdigest()
+
+
+def _groups_of(metadata, start: int, count: int) -> tuple[int, list[int]]:
+    """(first row of the first, numbers) of the row groups that hold `count` rows from `start` on."""
+    first, begin, groups = 0, 0, []
+    for group in range(metadata.num_row_groups):
+        rows = metadata.row_group(group).num_rows
+        if first + rows > start and first < start + count:
+            begin = begin if groups else first
+            groups.append(group)
+        first += rows
+    return begin, groups
+
+
+def _group_sha256(file: IO[bytes], group) -> bytes:
+    """SHA-256 of the stored bytes of a row group, column by column."""
+    digest = hashlib.sha256()
+    for i in range(group.num_columns):
+        column = group.column(i)
+        left = column.total_compressed_size
+        file.seek(min(column.dictionary_page_offset or column.data_page_offset, column.data_page_offset))
+        while left > 0:
+            data = file.read(min(left, _BYTES_AT_ONCE))
+            if not data:
+                raise OSError("its Parquet data are damaged (a column ends behind the file); write the file again")
+            digest.update(data)
+            left -= len(data)
+    return digest.digest()
+
+
 def read_rows(file: IO[bytes], start: int, count: int) -> Iterator[dict[str, Any] | ValueError]:
     """`count` rows from `start` on, without null columns; a ValueError for a row that cannot be read."""
     table = _open(file, "")
-    first, groups = 0, []
-    begin = None
-    for group in range(table.num_row_groups):
-        rows = table.metadata.row_group(group).num_rows
-        if first + rows > start and first < start + count:
-            begin = first if begin is None else begin
-            groups.append(group)
-        first += rows
-    number = begin or 0
+    number, groups = _groups_of(table.metadata, start, count)
     for batch in _batches(table, batch_size=_ROWS_AT_ONCE, row_groups=groups):
         for row in _rows_of(batch):
             if start <= number < start + count:
