@@ -147,8 +147,9 @@ def test_an_engine_can_be_compiled_for_searches_at_once():
         searches = [engine.prepare(Request(prompt_token_ids=[3], sampling=each, id="a")) for each in params]
         assert engine.shapes.max_beams == expected
         assert not needed_changes(searches, engine.shapes, engine.config, engine.model)
-    with pytest.raises(ValueError, match="num_beams=7: expected 1 to engine.max_seqs=6: beams run together"):
-        InferenceEngine(tiny_model(), config=config, num_beams=7)
+    for wrong in (7, 0, None, 2.0):
+        with pytest.raises(ValueError, match=f"num_beams={wrong}: expected 1 to engine.max_seqs=6: beams run together"):
+            InferenceEngine(tiny_model(), config=config, num_beams=wrong)  # type: ignore[arg-type]
 
 
 @pytest.mark.slow

@@ -187,10 +187,11 @@ def kv_dtype(config: EngineConfig, model) -> jnp.dtype:
 def beams_for(num_beams: int, shapes: Shapes) -> int:
     """`Shapes.max_beams` that suits searches of up to `num_beams`: a power of two, so that it rarely changes.
 
-    Raises: ValueError for more beams than run together.
+    Raises: ValueError for no whole number, and for more beams than run together.
     """
-    if not 1 <= num_beams <= shapes.max_seqs:
-        raise ValueError(f"num_beams={num_beams}: expected 1 to engine.max_seqs={shapes.max_seqs}: beams run together")
+    most = shapes.max_seqs
+    if not isinstance(num_beams, int) or not 1 <= num_beams <= most:
+        raise ValueError(f"num_beams={num_beams!r}: expected 1 to engine.max_seqs={most}: beams run together")
     if num_beams <= max(1, shapes.max_beams):
         return shapes.max_beams
-    return min(1 << (num_beams - 1).bit_length(), shapes.max_seqs)
+    return min(1 << (num_beams - 1).bit_length(), most)
