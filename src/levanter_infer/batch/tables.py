@@ -1,8 +1,10 @@
 """Parquet files: input rows and output rows. Needs pyarrow, which the extra `parquet` installs."""
 
 import base64
+import bisect
 import hashlib
 import io
+import itertools
 import json
 import math
 from collections.abc import Iterable, Iterator, Sequence
@@ -102,23 +104,24 @@ def rows_sha256(file: IO[bytes], stretches: Iterable[tuple[int, int]]) -> Iterat
     Raises: OSError for damaged data.
     """
     metadata = _open(file, "").metadata
+    firsts = _first_rows(metadata)
     known: dict[int, bytes] = {}
     for start, count in stretches:
-        _, groups = _groups_of(metadata, start, count)
+        groups = _groups_of(firsts, start, count)
         known = {group: known.get(group) or _group_sha256(file, metadata.row_group(group)) for group in groups}
         yield hashlib.sha256(b"".join(known.values())).hexdigest()
 
 
-def _groups_of(metadata, start: int, count: int) -> tuple[int, list[int]]:
-    """(first row of the first, numbers) of the row groups that hold `count` rows from `start` on."""
-    first, begin, groups = 0, 0, []
-    for group in range(metadata.num_row_groups):
-        rows = metadata.row_group(group).num_rows
-        if first + rows > start and first < start + count:
-            begin = begin if groups else first
-            groups.append(group)
-        first += rows
-    return begin, groups
+def _first_rows(metadata) -> list[int]:
+    """The number of the first row of each row group, and the number of rows."""
+    counts = (metadata.row_group(group).num_rows for group in range(metadata.num_row_groups))
+    return [*itertools.accumulate(counts, initial=0)]
+
+
+def _groups_of(first_rows: list[int], start: int, count: int) -> range:
+    """The row groups that hold `count` rows from `start` on. Args: first_rows: `_first_rows`."""
+    number = len(first_rows) - 1  # a damaged footer may promise rows that no row group holds
+    return range(bisect.bisect_right(first_rows, start) - 1, bisect.bisect_left(first_rows, start + count, hi=number))
 
 
 def _group_sha256(file: IO[bytes], group) -> bytes:
@@ -140,8 +143,10 @@ def _group_sha256(file: IO[bytes], group) -> bytes:
 def read_rows(file: IO[bytes], start: int, count: int) -> Iterator[dict[str, Any] | ValueError]:
     """`count` rows from `start` on, without null columns; a ValueError for a row that cannot be read."""
     table = _open(file, "")
-    number, groups = _groups_of(table.metadata, start, count)
-    for batch in _batches(table, batch_size=_ROWS_AT_ONCE, row_groups=groups):
+    firsts = _first_rows(table.metadata)
+    groups = _groups_of(firsts, start, count)
+    number = firsts[groups.start]
+    for batch in _batches(table, batch_size=_ROWS_AT_ONCE, row_groups=list(groups)):
         for row in _rows_of(batch):
             if start <= number < start + count:
                 yield row if isinstance(row, ValueError) else _without_nulls(row)

@@ -117,7 +117,7 @@ def open_worker(
             job = Job(store, spec)
             left = len(inputs.shards) - len(job.committed())
             if hosts is not None and (engine is None or one_mesh is not None):
-                left = hosts.broadcast("shards left", left)  # other jobs' processes may finish some meanwhile
+                left = hosts.broadcast("shards left", left)  # processes of other runs may finish some meanwhile
             if left == 0 or engine is not None or not begin:
                 return Worker(config, source, job, engine if left else None, rank, one_mesh)
             say(f"job       {len(inputs.shards) - left} of {len(inputs.shards)} shards are finished, {left} are left")
