@@ -47,15 +47,13 @@ The same command resumes the job. A job that was killed has, in the end, the sam
   --help              this text
 """
 """Read from the source by `cli.command_help`."""
+_REPEAT_S = 0.01
+"""Seconds after which a signal is sent again: Python is in another frame then."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit status."""
     return run_config("batch", argv, run, BatchRunConfig, {"worker": "batch.worker"})
-
-
-_REPEAT_S = 0.01
-"""Seconds after which a signal is sent again: Python is in another frame then."""
 
 
 class Stopped(KeyboardInterrupt):

@@ -204,9 +204,10 @@ class Input:
         try:
             if self._kinds[shard.file] == "parquet":
                 with self._open(shard.file) as file:
-                    if tables.footer_sha256(file) != inputs.files[shard.file].sha256:
-                        raise changed
-                    if [*tables.rows_sha256(file, [(shard.start, shard.rows)])] != [shard.sha256]:
+                    if (
+                        tables.footer_sha256(file) != inputs.files[shard.file].sha256
+                        or next(tables.rows_sha256(file, [(shard.start, shard.rows)])) != shard.sha256
+                    ):
                         raise changed
                     for i, content in enumerate(tables.read_rows(file, shard.start, shard.rows)):
                         yield f"{name}:{shard.start + i + 1}", self._content(content)

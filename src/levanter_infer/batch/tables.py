@@ -18,8 +18,8 @@ from levanter_infer.io.prompts import CARRY_REMEDY, ROW_KEYS, RefusedRow, given_
 _JSON_COLUMNS = ("sampling", "messages", "tools", "chat_template_kwargs")
 """Columns that may hold JSON as text, for keys that not every row has."""
 _ROWS_AT_ONCE = 256
-_TAIL = 8
 _BYTES_AT_ONCE = 2**20
+_TAIL = 8
 """Bytes at the end of a file: length of the footer, and PAR1."""
 
 

@@ -21,7 +21,7 @@ from levanter_infer.batch.job import (
     receive_claims,
 )
 from levanter_infer.batch.openai import ResultLines
-from levanter_infer.batch.store import Store, open_store
+from levanter_infer.batch.store import Store, file_system, open_store, protocols
 from levanter_infer.checkpoints.chat import CHAT_KEYS
 from levanter_infer.cli.session import make_engine
 from levanter_infer.fingerprint import device_fingerprint, model_fingerprint, tokenizer_fingerprint, version_fingerprint
@@ -161,7 +161,7 @@ def output_store(config: BatchRunConfig) -> Store:
     """The directory of a job. Raises: ValueError if it cannot be opened, or would not outlive this process."""
     assert config.output is not None and config.output.path is not None
     url = config.output.path
-    if url.startswith("memory://"):
+    if "memory" in protocols(file_system(url)[0]):
         raise ValueError(
             f"output {url} is in this process's memory and gone at its end; give a directory or another URL"
         )

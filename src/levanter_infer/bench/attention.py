@@ -30,11 +30,7 @@ from levanter_infer.bench.report import (
     summarize,
     utilisation,
 )
-from levanter_infer.bench.workload import (
-    amount,
-    count,
-    numbers,
-)
+from levanter_infer.bench.workload import amount, count, numbers
 from levanter_infer.cache.batch_info import PageBatchInfo
 from levanter_infer.cache.kv_pages import KvPages
 from levanter_infer.decode.programs import compile_program

@@ -14,10 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from levanter_infer.bench.report import digest, emit, provenance, summarize
-from levanter_infer.bench.workload import (
-    count,
-    numbers,
-)
+from levanter_infer.bench.workload import count, numbers
 from levanter_infer.cache.arrays import replace
 from levanter_infer.cache.batch_info import PageBatchInfo
 from levanter_infer.decode.codes import FINISHED, RUNNING, WAITING

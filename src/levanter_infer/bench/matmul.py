@@ -30,14 +30,7 @@ from levanter_infer.bench.instruction_sets import (
 )
 from levanter_infer.bench.limits import Probe, share_of_bound
 from levanter_infer.bench.report import digest, emit, provenance, summarize
-from levanter_infer.bench.workload import (
-    add_model_arguments,
-    amount,
-    count,
-    model_sizes,
-    numbers,
-    random_model,
-)
+from levanter_infer.bench.workload import add_model_arguments, amount, count, model_sizes, numbers, random_model
 from levanter_infer.decode.programs import compile_program
 from levanter_infer.engine.backend_choice import BackendChoice
 from levanter_infer.engine.config import EngineConfig

@@ -15,13 +15,7 @@ from pathlib import Path
 
 from levanter_infer.bench.one_start import PROMPT
 from levanter_infer.bench.report import add_plot_argument, digest, draw, emit, provenance, summarize
-from levanter_infer.bench.workload import (
-    add_model_arguments,
-    count,
-    model_sizes,
-    numbers,
-    random_model,
-)
+from levanter_infer.bench.workload import add_model_arguments, count, model_sizes, numbers, random_model
 from levanter_infer.checkpoints.save import save_model
 from levanter_infer.runtime.compile_cache import VARIABLE
 
