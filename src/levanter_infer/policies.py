@@ -46,6 +46,7 @@ class CpuIsa(Option):
     following ones too."""
 
     AUTO = "auto"
+    AMX_BF16 = "amx_bf16"
     AVX512_BF16 = "avx512_bf16"
     AVX512 = "avx512"
     AVX2 = "avx2"

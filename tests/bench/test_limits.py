@@ -35,7 +35,7 @@ def test_rates_are_of_this_processor(isa):
     probe = Probe(8 * MEGABYTE)
     rates = [probe.gflops(isa, threads=1) for _ in range(5)]
     # No core has as many as 8 GHz, or four vectors a cycle.
-    lanes = {"generic": 4, "avx2": 8, "avx512": 16, "avx512_bf16": 32}[isa]
+    lanes = {"generic": 4, "avx2": 8, "avx512": 16, "avx512_bf16": 32, "amx_bf16": 128}[isa]
     assert 0.1 < max(rates) < 8 * 2 * 4 * lanes
     assert max(probe.gbps(threads=1) for _ in range(3)) > 0.1
     measured = probe.measured()

@@ -69,7 +69,7 @@ def test_the_kernels_are_built_where_there_is_a_compiler():
 
 def rounds_inputs(isa, dtype) -> bool:
     """Whether this instruction set multiplies 16-bit inputs with 16-bit weights."""
-    return isa == "avx512_bf16" and dtype == "bfloat16"
+    return isa in ("amx_bf16", "avx512_bf16") and dtype == "bfloat16"
 
 
 RULES = {"plain": (False, {}), "sinks": (True, {}), "sinks-chunk": (True, {"attention_chunk": 45})}
@@ -151,10 +151,10 @@ def test_norm_gate_and_residual_in_the_same_call_equal_numpy(isa, inputs, dtype)
     assert not np.asarray(some[3:]).any()
 
 
-# Sizes at which linear.inc, pairs.inc and handlers.cc take another path: blocks of rows (6 and 12), 16-bit weights
-# widened once (48 rows), blocks of inputs (1024), full and partial panels (16 and 32 outputs), several panels in one
-# piece of work.
-ROW_COUNTS = (1, 6, 7, 12, 13, 47, 48, 49, 97)
+# Sizes at which linear.inc, pairs.inc, tiles.inc and handlers.cc take another path: blocks of rows (6, 12 and 16, of
+# tiles in pairs), 16-bit weights widened once (48 rows), blocks of inputs (1024), full and partial tiles of inputs (32),
+# full and partial panels (16 and 32 outputs), several panels in one piece of work.
+ROW_COUNTS = (1, 6, 7, 12, 13, 16, 17, 32, 33, 47, 48, 49, 97)
 MANY_OUTPUTS = 32 * 8 * 16 + 5
 
 
@@ -208,12 +208,18 @@ def test_a_norm_or_gate_has_the_same_bits_in_any_number_of_rows(isa):
         np.testing.assert_array_equal(part, whole[8:9])
 
 
-@built
-def test_nan_in_the_next_row_does_not_reach_a_row_of_odd_length():
-    x, weights = random_problem(2, 41, (5,), "float32")
-    np.testing.assert_array_equal(
-        matmul(None, x.at[1].set(jnp.nan), weights, 0)[0][0], matmul(None, x, weights, 0)[0][0]
-    )
+@each_isa
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("inputs", [32, 41, 96])
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_what_is_not_finite_in_one_row_does_not_reach_another(isa, dtype, inputs, bad):
+    x, weights = random_problem(19, inputs, (5,), dtype)
+    clean = np.asarray(matmul(isa, x, weights, 0)[0])
+    for row in (0, 9, 18):
+        spoilt = np.asarray(matmul(isa, x.at[row].set(bad), weights, 0)[0])
+        others = np.arange(19) != row
+        np.testing.assert_array_equal(spoilt[others], clean[others])
+        assert not np.isfinite(spoilt[row]).any()
 
 
 @built

@@ -19,7 +19,7 @@ from tests.kernels.ragged import RUNS_HERE
 LAYERS, GROUPS, EPS = 2, 5, 1e-5
 LAYER = 1
 needs_cpu = pytest.mark.skipif(not cpu.available(), reason="the C++ kernels were not built")
-ISAS = [isa for isa in ("generic", "avx2", "avx512", "avx512_bf16") if cpu.available()]
+ISAS = [isa for isa in ("generic", "avx2", "avx512", "avx512_bf16", "amx_bf16") if cpu.available()]
 
 
 def usable(isa: str) -> bool:

@@ -74,8 +74,8 @@ class EngineConfig:
     matmul: str = "auto"
     """Matmul implementation: auto, xla; on a CPU also cpu, on an NVIDIA GPU gpu, on a TPU tpu."""
     cpu_isa: str = "auto"
-    """Instruction set of the kernels for CPUs: auto, avx512_bf16, avx512, avx2 or generic. `auto` is the fastest that
-    the processor has, by a measurement of half a second whose record stays beside the compile cache."""
+    """Instruction set of the kernels for CPUs: auto, amx_bf16, avx512_bf16, avx512, avx2 or generic. `auto` is the
+    fastest that the processor has, by a measurement of half a second whose record stays beside the compile cache."""
     prefix_cache: bool | None = None
     """Automatic prefix caching: the pages of a shared prefix are computed once, for requests in the same batch and for
     later ones until the pages are reused. Default: on."""

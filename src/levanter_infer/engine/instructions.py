@@ -33,7 +33,7 @@ ROWS = (1, 8, 32, 256)
 """Rows of the matmuls that are measured: decoding of one, a few and many sequences, and a prompt chunk."""
 TIE = 1.03
 """Times whose quotient is less than this are equal."""
-_IN_TIES = ("avx512", "avx2", "avx512_bf16", "generic")
+_IN_TIES = ("avx512", "avx2", "amx_bf16", "avx512_bf16", "generic")
 """Preference among equally fast ones: no rounding of inputs first, then wider vectors."""
 _INPUTS, _BYTES = 2048, 64 * 2**20
 """Inputs of the measured matmuls, and bytes of their weights; a prompt chunk takes an eighth of them."""
@@ -72,7 +72,7 @@ def usable_isas(dtype=None) -> tuple[str, ...]:
     _, *names = CpuIsa
     usable = names[names.index(CpuIsa(cpu.isa())) :]
     in_pairs = dtype is None or jnp.dtype(dtype) == jnp.bfloat16
-    return tuple(name.value for name in usable if in_pairs or name != CpuIsa.AVX512_BF16)
+    return tuple(name.value for name in usable if in_pairs or name not in (CpuIsa.AMX_BF16, CpuIsa.AVX512_BF16))
 
 
 def choose(wanted: str, dtype) -> Choice:

@@ -1,4 +1,4 @@
-// The kernels for AVX-512, and those of its BF16 extension.
+// The kernels for AVX-512, for its BF16 extension, and for AMX.
 
 #include "kernels.h"
 
@@ -19,4 +19,12 @@ namespace levanter_infer::avx512_bf16 {
 #include "pairs.inc"
 }  // namespace levanter_infer::avx512_bf16
 #pragma GCC pop_options
+#ifdef LEVANTER_INFER_AMX
+#pragma GCC push_options
+#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,amx-tile,amx-bf16,fma,prefer-vector-width=512")
+namespace levanter_infer::amx_bf16 {
+#include "tiles.inc"
+}  // namespace levanter_infer::amx_bf16
+#pragma GCC pop_options
+#endif
 #endif

@@ -10,6 +10,11 @@
 #include <vector>
 
 #include "kernels.h"
+#ifdef LEVANTER_INFER_AMX
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 #include "parallel.h"
 #include "xla/ffi/api/ffi.h"
 
@@ -17,18 +22,39 @@ namespace ffi = ::xla::ffi;
 
 namespace levanter_infer {
 
+#ifdef LEVANTER_INFER_AMX
+// Whether the processor has tiles of bfloat16, and the system lets this process use them, which it has to ask for.
+bool may_use_tiles() {
+  constexpr unsigned BF16 = 1u << 22, TILES = 1u << 24;            // CPUID leaf 7, EDX
+  constexpr long REQUEST_STATE = 0x1023, TILE_DATA = 18;           // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+  unsigned eax, ebx, ecx, edx = 0;
+  return __get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) != 0 && (edx & BF16) != 0 && (edx & TILES) != 0 &&
+         syscall(SYS_arch_prctl, REQUEST_STATE, TILE_DATA) == 0;
+}
+
+const bool HAS_TILES = may_use_tiles();
+#endif
+
 // The widest instruction set that both this build and the processor know.
 const char* best_isa() {
 #ifdef LEVANTER_INFER_X86
   if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
-      __builtin_cpu_supports("avx512dq"))
-    return __builtin_cpu_supports("avx512bf16") ? "avx512_bf16" : "avx512";
+      __builtin_cpu_supports("avx512dq")) {
+    if (!__builtin_cpu_supports("avx512bf16")) return "avx512";
+#ifdef LEVANTER_INFER_AMX
+    if (HAS_TILES) return "amx_bf16";
+#endif
+    return "avx512_bf16";
+  }
   if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return "avx2";
 #endif
   return "generic";
 }
 
 const Kernels& kernels_for(std::string_view isa) {
+#ifdef LEVANTER_INFER_AMX
+  if (isa == "amx_bf16") return amx_bf16::KERNELS;
+#endif
 #ifdef LEVANTER_INFER_X86
   if (isa == "avx512_bf16") return avx512_bf16::KERNELS;
   if (isa == "avx512") return avx512::KERNELS;
@@ -120,14 +146,27 @@ void prepare_rows(const Kernels& kernels, int64_t threads, const Source& source,
   args->x_stride = args->inputs;
 }
 
-// The same for matmuls of pairs: sets args->packed. The rows of a block are interleaved word by word. Threads divide
-// its inputs, because threads that divided its rows would take every cache line from each other; what a thread packs it
-// has just computed, so that rows with the norm or the gate applied are in no memory but the first cache.
+// Words of a packed row.
+int64_t packed_words(const Kernels& kernels, int64_t inputs) {
+  return count_blocks(inputs, kernels.packed_inputs) * kernels.packed_inputs / 2;
+}
+
+// Memory for `size` words of packed rows, and BEHIND_PACKED more. It begins at a cache line: rows of a tile that cross
+// lines take twice as long to load.
+Pair* reserve_words(int64_t size, std::vector<CacheLine>* lines) {
+  constexpr int64_t WORDS = sizeof(CacheLine) / sizeof(Pair);
+  const size_t count = count_blocks(size + BEHIND_PACKED, WORDS);
+  if (lines->size() < count) lines->resize(count);
+  return lines->front().words;
+}
+
+// The same for matmuls of pairs: sets args->packed. The rows of a block are interleaved. Threads divide its inputs,
+// because threads that divided its rows would take every cache line from each other; what a thread packs it has just
+// computed, so that rows with the norm or the gate applied are in no memory but the first cache.
 void pack_rows(const Kernels& kernels, int64_t threads, const Source& source, LinearArgs* args) {
-  static thread_local std::vector<Pair> packed;
+  static thread_local std::vector<CacheLine> packed;
   static thread_local std::vector<float> factors;
-  const size_t size = args->rows * args->inputs / 2;
-  if (packed.size() < size) packed.resize(size);
+  const int64_t width = packed_words(kernels, args->inputs);
   const int64_t steps = count_blocks(args->inputs, PACK_STEP);
   const int64_t wanted = count_blocks(args->inputs * std::min(args->rows, kernels.rows), PACKED);
   const int64_t step = count_blocks(steps, std::min(wanted, steps)) * PACK_STEP;
@@ -144,19 +183,19 @@ void pack_rows(const Kernels& kernels, int64_t threads, const Source& source, Li
       for (int64_t row = piece * PREPARED_ROWS; row < last; ++row) all[row] = factor_of(row);
     });
   }
-  Pair* words = packed.data();  // these are this thread's buffers
+  Pair* words = reserve_words(args->rows * width, &packed);  // these are this thread's buffers
   const float* known = factors.data();
   Workers::shared().run(threads, count_blocks(args->rows, kernels.rows) * ranges, [&](int64_t piece) {
     static thread_local std::vector<float> part;
     if (part.size() < static_cast<size_t>(step)) part.resize(step);
     const Block block = block_at(args->rows, piece / ranges, kernels.rows);
     const int64_t begin = piece % ranges * step, count = std::min(step, args->inputs - begin);
-    Pair* to = words + (block.first * args->inputs + begin * block.rows) / 2;
+    Pair* to = words + block.first * width + begin * block.rows / 2;
     for (int64_t i = 0; i < block.rows; ++i) {
       const int64_t row = block.first + i;
       const float factor = source.norm == nullptr ? 0 : shares_factors ? known[row] : factor_of(row);
       const float* found = applied(kernels, source, row, factor, begin, count, part.data());
-      kernels.pack_row(found, count, block.rows, to + i);
+      kernels.pack_row(found, count, block.rows, i, to);
     }
   });
   args->packed = words;

@@ -11,6 +11,9 @@
 
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
 #define LEVANTER_INFER_X86 1
+#if __GNUC__ >= 11 && defined(__linux__)
+#define LEVANTER_INFER_AMX 1
+#endif
 #endif
 
 namespace levanter_infer {
@@ -21,10 +24,14 @@ struct BFloat16 {
 
 using Pair = uint32_t;  // two bfloat16, the first in the lower half
 
+struct alignas(64) CacheLine {
+  Pair words[16];
+};
+
 struct LinearArgs {
   const float* x;      // [rows, x_stride]
   int64_t rows, inputs, x_stride;  // inputs: of a panel, an even number
-  const Pair* packed;  // replaces x where pairs are multiplied: blocks of rows, [inputs / 2, rows] each
+  const Pair* packed;  // replaces x where pairs are multiplied: blocks of rows, as `pack_row` writes them
 };
 
 struct AttentionArgs {
@@ -57,6 +64,7 @@ constexpr int64_t PREFETCHED = 2048;  // how far ahead, in bytes, weights are pr
 constexpr int64_t PREFETCHED_PAIRS = 8192;  // the same where pairs are multiplied
 constexpr int64_t PREPARED_ROWS = 4;
 constexpr int64_t PACKED = 4096, PACK_STEP = 32;  // inputs of all rows that one piece of work packs; granularity
+constexpr int64_t BEHIND_PACKED = 256;  // words behind packed rows that may be read
 constexpr int64_t FEW_RANGES = 4;  // up to here each piece of work computes the norm's factor of its rows
 constexpr int64_t PLACED_TOKENS = 8;  // new tokens per piece of work
 constexpr int64_t PIECES = 8, MAX_PANELS = 8;  // pieces of work per thread that suffice; most panels per piece
@@ -91,7 +99,8 @@ struct Kernels {
   void (*scaled)(const float* x, const float* weight, float factor, int64_t size, float* to);
   void (*normalize)(const float* x, const float* weight, int64_t size, float eps, float* to);
   void (*gated)(const float* x, const float* gate, int64_t size, float* to);
-  void (*pack_row)(const float* x, int64_t inputs, int64_t rows_of_block, Pair* to);  // null: rows are not packed
+  int64_t packed_inputs;  // a packed row is a multiple of so many inputs
+  void (*pack_row)(const float* x, int64_t inputs, int64_t rows, int64_t row, Pair* to);  // null: rows are not packed
   void (*linear_f32)(const LinearArgs&, const float* w, int64_t outs, const float* residual, float* y,
                      int64_t y_stride);
   void (*linear_bf16)(const LinearArgs&, const BFloat16* w, int64_t outs, const float* residual, float* y,
@@ -124,6 +133,11 @@ extern const Kernels KERNELS;
 namespace avx512_bf16 {
 extern const Kernels KERNELS;
 }
+#ifdef LEVANTER_INFER_AMX
+namespace amx_bf16 {
+extern const Kernels KERNELS;
+}
+#endif
 #endif
 
 }  // namespace levanter_infer
