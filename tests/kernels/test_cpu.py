@@ -152,8 +152,8 @@ def test_norm_gate_and_residual_in_the_same_call_equal_numpy(isa, inputs, dtype)
 
 
 # Sizes at which linear.inc, pairs.inc, tiles.inc and handlers.cc take another path: blocks of rows (6, 12 and 16, of
-# tiles in pairs), 16-bit weights widened once (48 rows), blocks of inputs (1024), full and partial tiles of inputs (32),
-# full and partial panels (16 and 32 outputs), several panels in one piece of work.
+# tiles in pairs), 16-bit weights widened once (48 rows), blocks of inputs (1024), tiles of inputs (32) whole and in
+# part, panels (16 and 32 outputs) whole and in part, several panels in one piece of work.
 ROW_COUNTS = (1, 6, 7, 12, 13, 16, 17, 32, 33, 47, 48, 49, 97)
 MANY_OUTPUTS = 32 * 8 * 16 + 5
 
