@@ -124,6 +124,14 @@ def test_rows_not_in_use_give_zeros_and_may_hold_nan():
 
 
 @each_isa
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_no_rows_in_use_give_zeros(isa, dtype):
+    x, weights = random_problem(5, 40, (7,), dtype)
+    around = {"norm": jnp.ones((2, 40)), "eps": 0.1, "residual": jnp.ones((5, 7))}
+    assert not np.asarray(matmul(isa, x, weights, 1, 0, **around)[0]).any()
+
+
+@each_isa
 @pytest.mark.parametrize("inputs", [33, 576])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_norm_gate_and_residual_in_the_same_call_equal_numpy(isa, inputs, dtype):

@@ -24,6 +24,7 @@ namespace levanter_infer::avx512_bf16 {
 #pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,amx-tile,amx-bf16,fma,prefer-vector-width=512")
 namespace levanter_infer::amx_bf16 {
 #include "tiles.inc"
+#include "tile_attention.inc"
 }  // namespace levanter_infer::amx_bf16
 #pragma GCC pop_options
 #endif

@@ -92,6 +92,14 @@ std::vector<float> norm_of(const ffi::ErrorOr<ffi::AnyBuffer>& weight, int64_t l
   return norm;
 }
 
+// Memory for `size` elements, from a cache line on: rows of a tile that cross lines take twice as long to load.
+template <class T>
+T* reserve_in_lines(int64_t size, std::vector<CacheLine>* lines) {
+  const size_t count = count_blocks(size * sizeof(T), sizeof(CacheLine));
+  if (lines->size() < count) lines->resize(count);
+  return reinterpret_cast<T*>(lines->data());
+}
+
 // One matrix of a call, and its results.
 struct Matrix {
   const void* panels;
@@ -151,13 +159,9 @@ int64_t packed_words(const Kernels& kernels, int64_t inputs) {
   return count_blocks(inputs, kernels.packed_inputs) * kernels.packed_inputs / 2;
 }
 
-// Memory for `size` words of packed rows, and BEHIND_PACKED more. It begins at a cache line: rows of a tile that cross
-// lines take twice as long to load.
+// Memory for `size` words of packed rows, and BEHIND_PACKED more.
 Pair* reserve_words(int64_t size, std::vector<CacheLine>* lines) {
-  constexpr int64_t WORDS = sizeof(CacheLine) / sizeof(Pair);
-  const size_t count = count_blocks(size + BEHIND_PACKED, WORDS);
-  if (lines->size() < count) lines->resize(count);
-  return lines->front().words;
+  return reserve_in_lines<Pair>(size + BEHIND_PACKED, lines);
 }
 
 // The same for matmuls of pairs: sets args->packed. The rows of a block are interleaved. Threads divide its inputs,
@@ -260,12 +264,14 @@ ffi::Error linear(ffi::ThreadPool threads, ffi::Buffer<ffi::F32> x, ffi::Buffer<
     panels += shape[1];
   }
 
+  if (rows == 0) return ffi::Error::Success();
+
   LinearArgs args{x.typed_data(), rows, (inputs + 1) / 2 * 2, inputs, nullptr};
   const bool pack = bf16 && kernels.pack_row != nullptr;
   const Source source{x.typed_data(), inputs, has_norm ? norm.data() : nullptr, eps, gate};
-  if (rows > 0 && pack)
+  if (pack)
     pack_rows(kernels, threads.num_threads(), source, &args);
-  else if (rows > 0 && (has_norm || has_gate || inputs % 2 != 0))
+  else if (has_norm || has_gate || inputs % 2 != 0)
     prepare_rows(kernels, threads.num_threads(), source, &args);
   // A piece of work is several panels where there are many, so that the threads seldom contend for the counter.
   const int64_t together = std::clamp<int64_t>(panels / (threads.num_threads() * PIECES), 1, MAX_PANELS);
@@ -383,14 +389,16 @@ ffi::Error attention(ffi::ThreadPool threads, ffi::Buffer<ffi::F32> q, ffi::AnyB
     int32_t row;
     int64_t first, count, head_begin, head_end;
   };
+  const Kernels& kernels = kernels_for(isa);
+  const int64_t queries = kernels.queries(args.query_heads / args.kv_heads);
   std::vector<Piece> pieces;
   for (int64_t row = 0; row < rows; ++row) {
     const int64_t begin = args.cu_q_lens[row], end = std::min<int64_t>(args.cu_q_lens[row + 1], tokens);
     if ((row == 0 && begin != 0) || begin > args.cu_q_lens[row + 1])
       return invalid("attention: cu_q_lens does not ascend from 0");
     if (args.seq_lens[row] > args.max_pages * args.page_size) return invalid("attention: a row is out of range");
-    for (int64_t first = begin; first < end; first += QUERIES)
-      pieces.push_back({static_cast<int32_t>(row), first, std::min(QUERIES, end - first), 0, args.kv_heads});
+    for (int64_t first = begin; first < end; first += queries)
+      pieces.push_back({static_cast<int32_t>(row), first, std::min(queries, end - first), 0, args.kv_heads});
   }
   // With few query blocks, a piece of work is one kv head of one. With many it is all heads, so that a token's keys and
   // values of all heads are read together.
@@ -401,19 +409,16 @@ ffi::Error attention(ffi::ThreadPool threads, ffi::Buffer<ffi::F32> q, ffi::AnyB
         split.push_back({piece.row, piece.first, piece.count, head, head + 1});
     pieces.swap(split);
   }
-  const Kernels& kernels = kernels_for(isa);
   const int64_t used = rows == 0 ? 0 : std::min<int64_t>(args.cu_q_lens[rows], tokens);
   const int64_t token_size = args.query_heads * args.value_dim;
   std::fill(args.out + used * token_size, args.out + tokens * token_size, 0.0f);
-  const int64_t width = (args.head_dim + kernels.panel - 1) / kernels.panel * kernels.panel;
-  const int64_t query_rows = QUERIES * (args.query_heads / args.kv_heads);
-  const size_t scratch_size = (2 * KEYS + 1) * width + query_rows * (KEYS + args.kv_heads * (2 * width + 2));
+  const int64_t floats = (bf16 ? kernels.floats_bf16 : kernels.floats_f32)(args, queries);
   Workers::shared().run(threads.num_threads(), pieces.size(), [&](int64_t i) {
-    static thread_local std::vector<float> scratch;
-    if (scratch.size() < scratch_size) scratch.resize(scratch_size);
+    static thread_local std::vector<CacheLine> lines;
+    float* scratch = reserve_in_lines<float>(floats, &lines);
     const Piece& piece = pieces[i];
     (bf16 ? kernels.attend_bf16 : kernels.attend_f32)(args, piece.row, piece.first, piece.count, piece.head_begin,
-                                                      piece.head_end, scratch.data());
+                                                      piece.head_end, scratch);
   });
   return ffi::Error::Success();
 }

@@ -25,7 +25,7 @@ struct BFloat16 {
 using Pair = uint32_t;  // two bfloat16, the first in the lower half
 
 struct alignas(64) CacheLine {
-  Pair words[16];
+  char bytes[64];
 };
 
 struct LinearArgs {
@@ -71,7 +71,7 @@ constexpr int64_t PIECES = 8, MAX_PANELS = 8;  // pieces of work per thread that
 constexpr int64_t MASK_WORDS = 128;  // the words of a mask are a multiple of it, and so of LANES
 constexpr int64_t READ_STEP = 512, READ_PIECE = 1 << 20;  // bytes that `read_all` reads at once; per piece of work
 constexpr int KEYS = 32;             // keys per turn of the online softmax
-constexpr int64_t QUERIES = 8;  // queries per query block
+constexpr int64_t QUERIES = 8;  // queries per query block where vectors compute
 
 struct Block {
   int64_t first, rows;
@@ -105,6 +105,9 @@ struct Kernels {
                      int64_t y_stride);
   void (*linear_bf16)(const LinearArgs&, const BFloat16* w, int64_t outs, const float* residual, float* y,
                       int64_t y_stride);
+  int64_t (*queries)(int64_t group);  // queries of a query block, at most, for `group` query heads per kv head
+  int64_t (*floats_f32)(const AttentionArgs&, int64_t queries);  // of the scratch of attend_f32
+  int64_t (*floats_bf16)(const AttentionArgs&, int64_t queries);
   void (*attend_f32)(const AttentionArgs&, int64_t row, int64_t first, int64_t count, int64_t head_begin,
                      int64_t head_end, float* scratch);
   void (*attend_bf16)(const AttentionArgs&, int64_t row, int64_t first, int64_t count, int64_t head_begin,
