@@ -237,6 +237,8 @@ def test_arguments_that_do_not_fit_are_refused():
         jax.block_until_ready(matmul(None, x, weights, 2))
     with pytest.raises(Exception, match="weights are not \\[layers, panels"):
         jax.block_until_ready(matmul(None, x[:, :6], weights, 0))
+    with pytest.raises(Exception, match="rows have no inputs"):
+        jax.block_until_ready(matmul(None, x[:, :0], [weights[0][:, :, :0]], 0))
     with pytest.raises(Exception, match="neither bf16 nor f32"):
         panels = cpu.to_panels(weights[0]).astype(jnp.int32)
         jax.block_until_ready(compiled(None)(x, [panels], (3,), jnp.int32(0)))

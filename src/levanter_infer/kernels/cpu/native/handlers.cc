@@ -53,7 +53,7 @@ const char* best_isa() {
 
 const Kernels& kernels_for(std::string_view isa) {
 #ifdef LEVANTER_INFER_AMX
-  if (isa == "amx_bf16") return amx_bf16::KERNELS;
+  if (isa == "amx_bf16" && HAS_TILES) return amx_bf16::KERNELS;
 #endif
 #ifdef LEVANTER_INFER_X86
   if (isa == "avx512_bf16") return avx512_bf16::KERNELS;
@@ -214,6 +214,7 @@ ffi::Error linear(ffi::ThreadPool threads, ffi::Buffer<ffi::F32> x, ffi::Buffer<
   const size_t extras = has_norm + has_gate + has_residual;
   if (x.dimensions().size() != 2 || rest.size() != extras + results.size() || (has_residual && results.size() != 1))
     return invalid("linear: shapes do not fit");
+  if (x.dimensions()[1] == 0) return invalid("linear: rows have no inputs");
   const int64_t rows = std::clamp<int64_t>(*used.typed_data(), 0, x.dimensions()[0]);
   const int64_t inputs = x.dimensions()[1], index = *layer.typed_data();
   const Kernels& kernels = kernels_for(isa);
@@ -370,6 +371,8 @@ ffi::Error attention(ffi::ThreadPool threads, ffi::Buffer<ffi::F32> q, ffi::AnyB
   args.page_size = shape[2];
   args.sides = shape[3] == 1 ? 1 : 2;
   args.kv_heads = shape[3] / args.sides;
+  if (args.kv_heads == 0 || args.query_heads == 0 || args.query_heads % args.kv_heads != 0)
+    return invalid("attention: query heads are no multiple of kv heads");
   args.value_dim = out->dimensions()[2];
   if (args.value_dim > args.head_dim || (args.sides == 2 && args.value_dim != args.head_dim))
     return invalid("attention: the result has other numbers of a head than values have");
