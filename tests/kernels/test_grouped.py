@@ -14,12 +14,13 @@ from levanter_infer.kernels.call import GroupedCall, LinearCall
 from levanter_infer.kernels.cpu import bindings as cpu
 from levanter_infer.kernels.cpu.backend import CpuBackend
 from levanter_infer.kernels.registry import make_backend
+from levanter_infer.policies import CpuIsa
 from tests.kernels.ragged import RUNS_HERE
 
 LAYERS, GROUPS, EPS = 2, 5, 1e-5
 LAYER = 1
 needs_cpu = pytest.mark.skipif(not cpu.available(), reason="the C++ kernels were not built")
-ISAS = [isa for isa in ("generic", "avx2", "avx512", "avx512_bf16", "amx_bf16") if cpu.available()]
+ISAS = [isa.value for isa in CpuIsa if isa != CpuIsa.AUTO and cpu.available()]
 
 
 def usable(isa: str) -> bool:

@@ -77,6 +77,9 @@ struct Block {
   int64_t first, rows;
 };
 
+// A mask of the first `count` of 32.
+inline uint32_t first_bits(int64_t count) { return count == 32 ? 0xFFFFFFFFu : (1u << count) - 1; }
+
 inline int64_t count_blocks(int64_t num_rows, int64_t most) { return (num_rows + most - 1) / most; }
 
 // Block `index` of rows that are computed together: as few blocks of at most `most` rows as possible, of about one
