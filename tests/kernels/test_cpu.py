@@ -43,11 +43,11 @@ def random_problem(rows, inputs, outputs, dtype, layers=2):
 
 @functools.cache
 def compiled(isa):
-    def run(x, panels, outputs, layer, rows=None, *, norm=None, eps=0.0, gate=None, residual=None):
+    def run(x, panels, outputs, layer, rows=None, *, norm=None, eps=0.0, **around):
         with_eps = None if norm is None else (norm, eps)
-        return cpu.stacked_matmul(LinearCall(x, panels, outputs, layer, rows, with_eps, gate, residual), isa_name=isa)
+        return cpu.stacked_matmul(LinearCall(x, panels, outputs, layer, rows, with_eps, **around), isa_name=isa)
 
-    return jax.jit(run, static_argnums=2, static_argnames="eps")
+    return jax.jit(run, static_argnums=2, static_argnames=("eps", "is_gated_pair"))
 
 
 def call_of(arrays, dtype: str, rules: ScoreRules) -> AttentionCall:
@@ -160,9 +160,10 @@ def test_norm_gate_and_residual_in_the_same_call_equal_numpy(isa, inputs, dtype)
 
 
 # Sizes at which linear.inc, pairs.inc, tiles.inc and handlers.cc take another path: blocks of rows (6, 12 and 16, of
-# tiles in pairs), 16-bit weights widened once (48 rows), blocks of inputs (1024), tiles of inputs (32) whole and in
-# part, panels (16 and 32 outputs) whole and in part, several panels in one piece of work.
-ROW_COUNTS = (1, 6, 7, 12, 13, 16, 17, 32, 33, 47, 48, 49, 97)
+# tiles in pairs), 16-bit weights widened once (48 rows), groups of blocks (512 rows), blocks of inputs (1024, and 512
+# of tiles), tiles of inputs (32) whole and in part, panels (16 and 32 outputs) whole and in part, several panels in one
+# piece of work.
+ROW_COUNTS = (1, 6, 7, 12, 13, 16, 17, 32, 33, 47, 48, 49, 97, 530)
 MANY_OUTPUTS = 32 * 8 * 16 + 5
 
 
@@ -207,6 +208,24 @@ def test_every_panel_is_computed_where_several_are_one_piece_of_work(isa, rows):
 
 
 @each_isa
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("inputs", "outputs"), [(34, 37), (96, 64), (8, MANY_OUTPUTS)])
+@pytest.mark.parametrize("rows", [1, 16, 33, 97])
+def test_a_gated_pair_has_the_bits_of_two_results_and_a_gate(isa, dtype, rows, inputs, outputs):
+    x, weights = random_problem(rows, inputs, (outputs, outputs), dtype)
+    _, (down,) = random_problem(1, outputs, (5,), dtype)
+    norm = {"norm": jnp.ones((2, inputs)), "eps": 0.1}
+    gate, up = matmul(isa, x, weights, 1, **norm)
+    used = rows - rows // 3
+    (pair,) = matmul(isa, x, weights, 1, used, is_gated_pair=True, **norm)
+    wide, partner = np.asarray(gate[:used], np.float64), np.asarray(up[:used], np.float64)
+    np.testing.assert_allclose(pair[:used], wide / (1 + np.exp(-wide)) * partner, atol=1e-5, rtol=1e-6)
+    assert not np.asarray(pair[used:]).any()
+    fused, apart = matmul(isa, pair, [down], 1, used), matmul(isa, up, [down], 1, used, gate=gate)
+    np.testing.assert_array_equal(fused[0], apart[0])
+
+
+@each_isa
 def test_a_norm_or_gate_has_the_same_bits_in_any_number_of_rows(isa):
     x, weights = random_problem(60, 70, (20,), "bfloat16")
     extras = {"norm": jnp.ones((2, 70)), "gate": x[::-1]}
@@ -237,6 +256,10 @@ def test_arguments_that_do_not_fit_are_refused():
         jax.block_until_ready(matmul(None, x, weights, 2))
     with pytest.raises(Exception, match="weights are not \\[layers, panels"):
         jax.block_until_ready(matmul(None, x[:, :6], weights, 0))
+    with pytest.raises(Exception, match="linear: shapes do not fit"):
+        jax.block_until_ready(matmul(None, x, weights, 0, is_gated_pair=True))
+    with pytest.raises(Exception, match="weights are not \\[layers, panels"):
+        jax.block_until_ready(matmul(None, x, [weights[0], jnp.ones((2, 40, 8))], 0, is_gated_pair=True))
     with pytest.raises(Exception, match="rows have no inputs"):
         jax.block_until_ready(matmul(None, x[:, :0], [weights[0][:, :, :0]], 0))
     with pytest.raises(Exception, match="neither bf16 nor f32"):

@@ -42,7 +42,7 @@ class CpuBackend(XlaBackend):
     home = CPU
     kernels = frozenset({Work.MATMUL, Work.ATTENTION})
     options = frozenset({"cpu_isa"})
-    fuses = frozenset(Fuse) - {Fuse.GATED_PAIR}
+    fuses = frozenset(Fuse)
 
     @classmethod
     def refusal(cls, task: Task) -> str | None:

@@ -184,18 +184,19 @@ def panel_rows(panels: Array, rows: Array, inputs: int, *, isa_name: str | None 
 def stacked_matmul(call: LinearCall, *, isa_name: str | None = None) -> list[Array]:
     """The matmuls of `call`, accumulated in float32; x, gate and residual are converted to float32.
 
-    The stacks of panels are read in place. A row of the result has the same bits for any number of rows. A norm, a gate
-    and a residual are fused into the call, because on a CPU every call has its overhead.
+    The stacks of panels are read in place. A row of the result has the same bits for any number of rows. A norm, a
+    gate, a residual and the gate of a pair of results are fused into the call: on a CPU every call has its overhead,
+    and results of many rows do not stay in the caches.
 
     Args:
         call: its weights are in panels (`to_panels`); rows beyond `num_rows` give zeros and cost nothing.
         isa_name: an instruction set that the processor has; by default the widest.
-    Returns: f32[rows, outputs] each.
+    Returns: f32[rows, outputs] each, of a gated pair one.
     Raises: ValueError if the kernels were not built.
     """
     assert call.norm is None or call.gate is None, "a matmul has a norm or a gate, not both"
-    rows = call.x.shape[0]
-    results = [jax.ShapeDtypeStruct((rows, count), jnp.float32) for count in call.num_outs]
+    rows, num_outs = call.x.shape[0], call.num_outs[:1] if call.is_gated_pair else call.num_outs
+    results = [jax.ShapeDtypeStruct((rows, count), jnp.float32) for count in num_outs]
     kernel = jax.ffi.ffi_call("levanter_infer_linear", results, vmap_method="sequential")
     used = jnp.int32(rows) if call.num_rows is None else call.num_rows
     layer = jnp.int32(0) if call.layer is None else call.layer
@@ -213,6 +214,7 @@ def stacked_matmul(call: LinearCall, *, isa_name: str | None = None) -> list[Arr
             has_norm=norm is not None,
             has_gate=call.gate is not None,
             has_residual=call.residual is not None,
+            is_gated_pair=call.is_gated_pair,
             eps=np.float32(eps),
         )
     )

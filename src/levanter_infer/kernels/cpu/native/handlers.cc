@@ -4,6 +4,7 @@
 // ../bindings.py says what each computes, and what a panel is; kernels.h what there is for each instruction set.
 
 #include <algorithm>
+#include <array>
 #include <cstdint>
 #include <cstring>
 #include <string_view>
@@ -102,10 +103,24 @@ T* reserve_in_lines(int64_t size, std::vector<CacheLine>* lines) {
 
 // One matrix of a call, and its results.
 struct Matrix {
-  const void* panels;
+  const char* panels;
   float* y;
   int64_t outputs, first_panel;
+
+  // Panel `own`, of `size` bytes and `width` outputs.
+  LinearPanel panel(int64_t own, int64_t size, int64_t width) const {
+    const int64_t first = own * width;
+    return {panels + own * size, std::min(width, outputs - first), y + first, outputs, nullptr, nullptr};
+  }
 };
+
+void multiply_panels(const Kernels& kernels, bool bf16, const LinearArgs& args, const LinearPanel* panels,
+                     int64_t count) {
+  static thread_local std::vector<CacheLine> lines;
+  if (!bf16) return kernels.linear_f32(args, panels, count);
+  const int64_t floats = kernels.linear_floats == nullptr ? 0 : kernels.linear_floats(args, count);
+  kernels.linear_bf16(args, panels, count, reserve_in_lines<float>(floats, &lines));
+}
 
 // Rows as they come, `inputs` each, and what is applied to them before they are multiplied: the norm or the gate, or
 // neither (null).
@@ -207,12 +222,15 @@ void pack_rows(const Kernels& kernels, int64_t threads, const Source& source, Li
 
 // Arguments: x f32[rows, inputs]; used i32[], rows in use; layer i32[]; then, as the attributes say, the weight of a
 // norm [layers, inputs], a gate f32[rows, inputs], a residual f32[rows, outputs] for a single result; then weights
-// [layers, panels, size of a panel]. Results: f32[rows, outputs] each.
+// [layers, panels, size of a panel]. Results: f32[rows, outputs] each; of a gated pair of weights one, silu(the first
+// one's result) times the second one's.
 ffi::Error linear(ffi::ThreadPool threads, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::S32> used,
                   ffi::Buffer<ffi::S32> layer, ffi::RemainingArgs rest, ffi::RemainingRets results,
-                  std::string_view isa, bool has_norm, bool has_gate, bool has_residual, float eps) {
-  const size_t extras = has_norm + has_gate + has_residual;
-  if (x.dimensions().size() != 2 || rest.size() != extras + results.size() || (has_residual && results.size() != 1))
+                  std::string_view isa, bool has_norm, bool has_gate, bool has_residual, bool is_gated_pair,
+                  float eps) {
+  const size_t extras = has_norm + has_gate + has_residual, weights = is_gated_pair ? 2 : results.size();
+  if (x.dimensions().size() != 2 || rest.size() != extras + weights || (has_residual && weights != 1) ||
+      (is_gated_pair && results.size() != 1))
     return invalid("linear: shapes do not fit");
   if (x.dimensions()[1] == 0) return invalid("linear: rows have no inputs");
   const int64_t rows = std::clamp<int64_t>(*used.typed_data(), 0, x.dimensions()[0]);
@@ -245,9 +263,9 @@ ffi::Error linear(ffi::ThreadPool threads, ffi::Buffer<ffi::F32> x, ffi::Buffer<
   std::vector<Matrix> matrices;
   int64_t panels = 0;
   bool bf16 = false;
-  for (size_t i = 0; i < results.size(); ++i) {
+  for (size_t i = 0; i < weights; ++i) {
     const auto weight = rest.get<ffi::AnyBuffer>(next + i);
-    auto result = results.get<ffi::Buffer<ffi::F32>>(i);
+    auto result = results.get<ffi::Buffer<ffi::F32>>(is_gated_pair ? 0 : i);
     if (!weight.has_value() || !result.has_value()) return invalid("linear: an argument is missing");
     const auto shape = weight->dimensions(), out = (*result)->dimensions();
     if (shape.size() != 3 || shape[2] != panel_size || out.size() != 2 || out[0] != x.dimensions()[0] ||
@@ -262,7 +280,7 @@ ffi::Error linear(ffi::ThreadPool threads, ffi::Buffer<ffi::F32> x, ffi::Buffer<
     float* y = (*result)->typed_data();
     matrices.push_back({static_cast<const char*>(weight->untyped_data()) + offset, y, out[1], panels});
     std::fill(y + rows * out[1], y + out[0] * out[1], 0.0f);
-    panels += shape[1];
+    if (!is_gated_pair || i == 0) panels += shape[1];
   }
 
   if (rows == 0) return ffi::Error::Success();
@@ -276,21 +294,28 @@ ffi::Error linear(ffi::ThreadPool threads, ffi::Buffer<ffi::F32> x, ffi::Buffer<
     prepare_rows(kernels, threads.num_threads(), source, &args);
   // A piece of work is several panels where there are many, so that the threads seldom contend for the counter.
   const int64_t together = std::clamp<int64_t>(panels / (threads.num_threads() * PIECES), 1, MAX_PANELS);
+  const int64_t panel_bytes = panel_size * (bf16 ? 2 : 4);
   Workers::shared().run(threads.num_threads(), (panels + together - 1) / together, [&](int64_t piece) {
+    static thread_local std::vector<CacheLine> lines;
+    std::array<LinearPanel, 2 * MAX_PANELS> own;
+    int64_t count = 0;
+    float* gates = is_gated_pair ? reserve_in_lines<float>(rows * kernels.panel, &lines) : nullptr;
     for (int64_t panel = piece * together; panel < std::min(panels, (piece + 1) * together); ++panel) {
+      if (is_gated_pair) {
+        LinearPanel& of_gate = own[count++] = matrices[0].panel(panel, panel_bytes, kernels.panel);
+        of_gate.y = gates;
+        of_gate.y_stride = kernels.panel;
+        own[count] = matrices[1].panel(panel, panel_bytes, kernels.panel);
+        own[count++].gate = gates;
+        continue;
+      }
       size_t m = matrices.size() - 1;
       while (matrices[m].first_panel > panel) --m;
-      const Matrix& matrix = matrices[m];
-      const int64_t own = panel - matrix.first_panel, first = own * kernels.panel;
-      const int64_t outs = std::min(kernels.panel, matrix.outputs - first), offset = own * panel_size;
-      const float* added = residual == nullptr ? nullptr : residual + first;
-      if (bf16)
-        kernels.linear_bf16(args, static_cast<const BFloat16*>(matrix.panels) + offset, outs, added,
-                            matrix.y + first, matrix.outputs);
-      else
-        kernels.linear_f32(args, static_cast<const float*>(matrix.panels) + offset, outs, added, matrix.y + first,
-                           matrix.outputs);
+      own[count] = matrices[m].panel(panel - matrices[m].first_panel, panel_bytes, kernels.panel);
+      if (residual != nullptr) own[count].residual = residual + panel * kernels.panel;
+      ++count;
     }
+    multiply_panels(kernels, bf16, args, own.data(), count);
   });
   return ffi::Error::Success();
 }
@@ -567,6 +592,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(levanter_infer_linear, levanter_infer::linear,
                                   .Attr<bool>("has_norm")
                                   .Attr<bool>("has_gate")
                                   .Attr<bool>("has_residual")
+                                  .Attr<bool>("is_gated_pair")
                                   .Attr<float>("eps"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(levanter_infer_grouped_linear, levanter_infer::grouped_linear,

@@ -34,6 +34,16 @@ struct LinearArgs {
   const Pair* packed;  // replaces x where pairs are multiplied: blocks of rows, as `pack_row` writes them
 };
 
+// A panel of weights, and where its sums go.
+struct LinearPanel {
+  const void* weights;
+  int64_t outs;           // outputs that exist
+  float* y;               // [rows, y_stride]
+  int64_t y_stride;
+  const float* residual;  // as y, added to the sums; null: none
+  const float* gate;      // [rows, panel]: silu(gate) times the sums, which have no residual then; null: none
+};
+
 struct AttentionArgs {
   const float* q;    // [tokens, query_heads, head_dim]
   const void* pool;  // [layers, num_pages, page_size, sides * kv_heads, head_dim]
@@ -104,10 +114,9 @@ struct Kernels {
   void (*gated)(const float* x, const float* gate, int64_t size, float* to);
   int64_t packed_inputs;  // a packed row is a multiple of so many inputs
   void (*pack_row)(const float* x, int64_t inputs, int64_t rows, int64_t row, Pair* to);  // null: rows are not packed
-  void (*linear_f32)(const LinearArgs&, const float* w, int64_t outs, const float* residual, float* y,
-                     int64_t y_stride);
-  void (*linear_bf16)(const LinearArgs&, const BFloat16* w, int64_t outs, const float* residual, float* y,
-                      int64_t y_stride);
+  void (*linear_f32)(const LinearArgs&, const LinearPanel* panels, int64_t count);
+  int64_t (*linear_floats)(const LinearArgs&, int64_t panels);  // of the scratch of linear_bf16; null: none
+  void (*linear_bf16)(const LinearArgs&, const LinearPanel* panels, int64_t count, float* scratch);
   int64_t (*queries)(int64_t group);  // queries of a query block, at most, for `group` query heads per kv head
   int64_t (*floats_f32)(const AttentionArgs&, int64_t queries);  // of the scratch of attend_f32
   int64_t (*floats_bf16)(const AttentionArgs&, int64_t queries);
