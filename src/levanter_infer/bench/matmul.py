@@ -35,8 +35,10 @@ from levanter_infer.decode.programs import compile_program
 from levanter_infer.engine.backend_choice import BackendChoice
 from levanter_infer.engine.config import EngineConfig
 from levanter_infer.engine.instructions import choose
+from levanter_infer.layers.activation import Activation
 from levanter_infer.layers.attention import Attention
-from levanter_infer.layers.linear import apply
+from levanter_infer.layers.linear import apply, fuses_gated_pair
+from levanter_infer.layers.mlp import Mlp
 from levanter_infer.models.decoder import DecoderModel
 
 
@@ -208,6 +210,11 @@ def inputs_of(model: DecoderModel, rows: int) -> dict[str, Sequence[NamedArray]]
     }
 
 
+def _fuses_pair(mlp: Mlp) -> bool:
+    assert mlp.gate_proj is not None
+    return fuses_gated_pair(mlp.gate_proj, mlp.up_proj, Activation.SILU)
+
+
 def _q_axes(model: DecoderModel) -> tuple[Axis, ...]:
     attention = model.layers.attention
     assert isinstance(attention, Attention)
@@ -219,8 +226,12 @@ MATMULS: dict[str, Callable] = {
         x, layer.attention.q_proj, layer.attention.k_proj, layer.attention.v_proj, norm=layer.input_norm
     ),
     "out": lambda layer, attended, x: apply(attended, layer.attention.o_proj, residual=x),
-    "gate_up": lambda layer, x: apply(x, layer.mlp.gate_proj, layer.mlp.up_proj, norm=layer.mlp_norm),
-    "down": lambda layer, up, gate, x: apply(up, layer.mlp.down_proj, gate=gate, residual=x),
+    "gate_up": lambda layer, x: apply(
+        x, layer.mlp.gate_proj, layer.mlp.up_proj, norm=layer.mlp_norm, is_gated_pair=_fuses_pair(layer.mlp)
+    ),
+    "down": lambda layer, up, gate, x: apply(
+        up, layer.mlp.down_proj, gate=None if _fuses_pair(layer.mlp) else gate, residual=x
+    ),
     "head": lambda logits, x: [logits(x)],
 }
 

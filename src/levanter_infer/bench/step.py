@@ -14,7 +14,7 @@ import dataclasses
 import itertools
 import re
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 
 import jax
@@ -45,6 +45,7 @@ PAGE_SIZE = 16
 BETWEEN = "between"
 _NAME = re.compile(r"^\s*(?:ROOT )?%?([\w.\-]+) = ")
 _TARGET = re.compile(r'custom_call_target="levanter_infer_(\w+)"')
+_FIRST_OPERAND = re.compile(r"custom-call\(%([\w.\-]+)")
 _AROUND = {"while", "conditional", "call"}
 """Operations that only run others."""
 _LINE = "XLAEigen"
@@ -63,6 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Print one line per batch and number of prompt tokens."""
+    jax.config.update("jax_platforms", "cpu")  # with libtpu and no TPU, JAX's profiler ends with a segmentation fault
     about, probe = provenance(), Probe()
     longest_of = {prompt: round_up(prompt + args.output + 1, PAGE_SIZE) for prompt in args.prompt}
     model = random_model(model_sizes(args), args.dtype, max_positions=max(longest_of.values()))
@@ -177,13 +179,18 @@ def _traced(call: Callable[[], float]) -> tuple[float, list[tuple[str, float]]]:
 
 def parts_of(hlo: str) -> Iterator[tuple[str, str]]:
     """Operations of a round's program that compute, and the part that each belongs to."""
+    gated_pairs: set[str] = set()
     for line in hlo.splitlines():
         operation, path, name = operation_of(line), scopes_of(line), _NAME.match(line)
         if operation is not None and name is not None and operation not in _AROUND:
-            yield name[1], _part(line, path, any(scopes.bucket_of(scope) is not None for scope in path))
+            if "is_gated_pair = true" in line:
+                gated_pairs.add(name[1])
+            in_model = any(scopes.bucket_of(scope) is not None for scope in path)
+            yield name[1], _part(line, path, in_model, gated_pairs)
 
 
-def _part(line: str, path: Sequence[str], in_model: bool) -> str:
+def _part(line: str, path: Sequence[str], in_model: bool, gated_pairs: Collection[str]) -> str:
+    """Args: gated_pairs: the operations of `linear` before this one whose result a gate and its partner give."""
     target = _TARGET.search(line)
     if target is None:
         known = [each for each in path if each in _SCOPES]
@@ -192,11 +199,10 @@ def _part(line: str, path: Sequence[str], in_model: bool) -> str:
         return target[1]
     if scopes.SAMPLING in path:
         return "linear: head"
-    if "has_gate = true" in line:
-        return "linear: down"
     if "has_residual = true" in line:
-        return "linear: out"
-    return "linear: qkv" if line.split(" custom-call(")[0].count("f32[") == 3 else "linear: gate_up"
+        first = _FIRST_OPERAND.search(line)
+        return "linear: down" if first is not None and first[1] in gated_pairs else "linear: out"
+    return "linear: gate_up" if "is_gated_pair = true" in line else "linear: qkv"
 
 
 _SCOPES = {
