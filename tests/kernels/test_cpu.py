@@ -160,8 +160,8 @@ def test_norm_gate_and_residual_in_the_same_call_equal_numpy(isa, inputs, dtype)
 
 
 # Sizes at which linear.inc, pairs.inc, tiles.inc and handlers.cc take another path: blocks of rows (6, 12 and 16, of
-# tiles in pairs), 16-bit weights widened once (48 rows), groups of blocks (512 rows), blocks of inputs (1024, and 512
-# of tiles), tiles of inputs (32) whole and in part, panels (16 and 32 outputs) whole and in part, several panels in one
+# tiles in pairs), 16-bit weights widened once (48 rows), groups of blocks (512 rows), blocks of inputs (1024) and parts
+# (512), tiles of inputs (32) whole and in part, panels (16 and 32 outputs) whole and in part, several panels in one
 # piece of work.
 ROW_COUNTS = (1, 6, 7, 12, 13, 16, 17, 32, 33, 47, 48, 49, 97, 530)
 MANY_OUTPUTS = 32 * 8 * 16 + 5
@@ -209,7 +209,7 @@ def test_every_panel_is_computed_where_several_are_one_piece_of_work(isa, rows):
 
 @each_isa
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize(("inputs", "outputs"), [(34, 37), (96, 64), (8, MANY_OUTPUTS)])
+@pytest.mark.parametrize(("inputs", "outputs"), [(34, 37), (96, 64), (1026, 40), (8, MANY_OUTPUTS)])
 @pytest.mark.parametrize("rows", [1, 16, 33, 97])
 def test_a_gated_pair_has_the_bits_of_two_results_and_a_gate(isa, dtype, rows, inputs, outputs):
     x, weights = random_problem(rows, inputs, (outputs, outputs), dtype)

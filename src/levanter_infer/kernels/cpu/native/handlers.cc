@@ -114,6 +114,13 @@ struct Matrix {
   }
 };
 
+// The matrix that has a panel, of the matrices of a call one behind the other.
+const Matrix& matrix_of(const std::vector<Matrix>& matrices, int64_t panel) {
+  size_t m = matrices.size() - 1;
+  while (matrices[m].first_panel > panel) --m;
+  return matrices[m];
+}
+
 void multiply_panels(const Kernels& kernels, bool bf16, const LinearArgs& args, const LinearPanel* panels,
                      int64_t count) {
   static thread_local std::vector<CacheLine> lines;
@@ -309,9 +316,8 @@ ffi::Error linear(ffi::ThreadPool threads, ffi::Buffer<ffi::F32> x, ffi::Buffer<
         own[count++].gate = gates;
         continue;
       }
-      size_t m = matrices.size() - 1;
-      while (matrices[m].first_panel > panel) --m;
-      own[count] = matrices[m].panel(panel - matrices[m].first_panel, panel_bytes, kernels.panel);
+      const Matrix& matrix = matrix_of(matrices, panel);
+      own[count] = matrix.panel(panel - matrix.first_panel, panel_bytes, kernels.panel);
       if (residual != nullptr) own[count].residual = residual + panel * kernels.panel;
       ++count;
     }
