@@ -59,7 +59,7 @@ def test_the_kernel_rotates_and_stores_as_xla_does(monkeypatch, tokens, q_heads,
     pool = jnp.asarray(rng.standard_normal((2, num_pages, 2 * kv_heads, page_size, 128)), jnp.bfloat16)
     plan = kv_write.WritePlan.of(pool, write.dests)
     expected = jax.jit(lambda pages: TpuBackend().write_kv(pages, write))(pool)
-    nan = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan")
+    nan = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan", num_cores_or_threads=2)
     sides = write.q, write.k, write.v
     found = kv_write.rotate_and_write(pool, write.layer, sides, write.rotation, plan, interpret=nan)
     assert interpret_pallas_call.races is not None and not interpret_pallas_call.races.races_found
@@ -69,13 +69,23 @@ def test_the_kernel_rotates_and_stores_as_xla_does(monkeypatch, tokens, q_heads,
         assert np.mean(np.asarray(own != xlas)) < 1e-3  # a sum that is rounded once may be another bfloat16
 
 
+@pytest.mark.parametrize("cores", [1, 2])
 @pytest.mark.parametrize("q_heads, kv_heads", [(8, 1), (8, 2), (16, 1), (32, 1), (32, 8), (40, 5), (64, 4), (24, 3)])
-def test_queries_of_a_device_are_rotated_by_the_kernel(q_heads, kv_heads):
+def test_queries_of_a_device_are_rotated_by_the_kernel(monkeypatch, q_heads, kv_heads, cores):
     """Heads of a device with and without tensor parallelism, and the steps of engines."""
-    for tokens in (16, 64, 128, 256, 512, 1024, 2048, 8192):
+    monkeypatch.setattr(kv_write, "cores_of", lambda generation: cores)
+    for tokens in (16, 48, 64, 80, 96, 128, 192, 256, 512, 1024, 2048, 8192):
         sides = [jax.ShapeDtypeStruct((tokens, heads, 128), jnp.bfloat16) for heads in (q_heads, kv_heads)]
         angles = jax.ShapeDtypeStruct((tokens, 64), jnp.float32)
         assert kv_write.rotates(*sides, Rotation(angles, angles), jnp.dtype(jnp.bfloat16)), tokens
+
+
+@pytest.mark.parametrize("tokens, steps", [(16, 1), (32, 1), (64, 2), (80, 1), (192, 2), (512, 2), (1536, 4), (9, 1)])
+def test_two_cores_share_the_tokens_of_a_step_if_both_have_enough(monkeypatch, tokens, steps):
+    monkeypatch.setattr(kv_write, "cores_of", lambda generation: 2)
+    pool = jnp.zeros((1, 4, 4, 16, 128), jnp.bfloat16)
+    plan = kv_write.WritePlan.of(pool, jnp.zeros(tokens, jnp.int32))
+    assert plan.groups.shape == (steps,)
 
 
 def test_the_backend_stores_what_it_rotates():

@@ -412,7 +412,7 @@ def test_new_tokens_are_written_to_their_destinations_and_nothing_else_changes(d
     chunks = [7 * page_size + i for i in range(page_size)] + [2 * page_size + i for i in range(page_size // 2)]
     dests = np.asarray([none, 3 * page_size + 5, *chunks, page_size - 1, none], np.int32)
     new = jnp.asarray(30 * rng.standard_normal((len(dests), slabs, 128)), dtype)
-    params = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan")
+    params = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan", num_cores_or_threads=2)
     write = jax.jit(functools.partial(write_kv, interpret=params))
     out = write(pool, jnp.int32(1), new, WritePlan.of(pool, jnp.asarray(dests)))
     races = interpret_pallas_call.races
@@ -430,7 +430,7 @@ def test_more_stretches_are_written_than_the_ring_holds(monkeypatch):
     pool = jnp.asarray(rng.standard_normal((1, pages, 2, page_size, 128)), jnp.bfloat16)
     dests = jnp.asarray([*(rng.permutation(pages)[:20] * page_size + rng.integers(0, 16, 20)), pages * page_size])
     new = jnp.asarray(rng.standard_normal((21, 2, 128)), jnp.bfloat16)
-    params = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan")
+    params = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan", num_cores_or_threads=2)
     plan = WritePlan.of(pool, dests.astype(jnp.int32))
     out = write_kv(pool, jnp.int32(0), new, plan, interpret=params)
     races = interpret_pallas_call.races
@@ -457,7 +457,7 @@ def test_decode_tokens_and_the_chunks_behind_them_are_written_side_by_side(monke
     later = page[18:27] * page_size + rng.integers(0, page_size, 9)
     dests = np.asarray([*decode, *chunk, *later, *[pages * page_size] * 5], np.int32)
     new = jnp.asarray(30 * rng.standard_normal((len(dests), slabs, 128)), dtype)
-    params = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan")
+    params = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan", num_cores_or_threads=2)
     plan = WritePlan.of(pool, jnp.asarray(dests))
     out = write_kv(pool, jnp.int32(1), new, plan, interpret=params)
     races = interpret_pallas_call.races

@@ -8,6 +8,9 @@ waited for, changed and stored.
 The tokens of prompt chunks that go to one tile-high *stretch* of a page are written together, in the same way. Their
 stretches take turns in a ring of buffers: while one is changed, others are on their way in or out.
 
+The cores of a chip run grid steps at the same time. So a stretch is written by the grid step of its first token, which
+is given the tokens behind its own too.
+
 Starting a copy takes scalar instructions alone, and rotating queries and keys takes vector instructions:
 `rotate_and_write` has both in the same bundles.
 """
@@ -28,12 +31,16 @@ from jax.experimental.pallas import tpu as pltpu
 from levanter_infer.kernels.call import Rotation
 from levanter_infer.kernels.tpu import rotate
 from levanter_infer.kernels.tpu.pool import LANES
+from levanter_infer.kernels.tpu.tiling import cores_of, generation
 from levanter_infer.kernels.tpu.word_rows import load_words, packing, store_words
 
 _GROUP = 8
 """Decode tokens of a group."""
 _STEP_BYTES = 2**20
 """Bytes of the new tokens of a grid step, in 32 bits, at most. A grid step ends with a wait for HBM."""
+_CORE_TOKENS = 32
+"""New tokens of a step whose parts for the cores are multiples of this are shared by them. It is enough that the lanes
+of one head are exchanged while others are stored."""
 _STEP_TOKENS = 512
 """New tokens of a grid step, at most, so that their queries fit beside them."""
 _RING_BYTES = 2**19
@@ -56,6 +63,8 @@ class _Sizes:
     slots: int
     """Stretches in the ring; a power of two."""
     slabs: int
+    tail: int
+    """Tokens behind those of a grid step that it may write: those of a tile, if there are more grid steps."""
     interpreted: bool = False
 
     @property
@@ -77,17 +86,24 @@ class _Sizes:
             raise ValueError(f"page_size: got {page_size}, expected a multiple of {rows} or less for {pages.dtype}")
         slots = _slots(slabs * rows * lanes * itemsize)
         block = block_of(num_tokens, slabs)
-        return _Sizes(num_pages, page_size, rows, math.gcd(page_size, 4 // itemsize), block, slots, slabs)
+        tail = 32 // itemsize if block < num_tokens else 0
+        return _Sizes(num_pages, page_size, rows, math.gcd(page_size, 4 // itemsize), block, slots, slabs, tail)
 
 
 def block_of(num_tokens: int, slabs: int) -> int:
     """New tokens per grid step, of tokens that have so many slabs: whole groups, the same number in every step if there
-    is one that divides them and is not much smaller than the largest."""
+    is one that divides them and is not much smaller than the largest, and the same number of steps on every core if
+    they have tokens enough."""
     groups = -(-num_tokens // _GROUP)
     most = max(1, min(_STEP_BYTES // (slabs * LANES * 4), _STEP_TOKENS) // _GROUP)
-    fewest = -(-groups // most)
-    steps = next((steps for steps in range(fewest, 2 * fewest + 1) if groups % steps == 0), fewest)
-    return -(-groups // steps) * _GROUP
+
+    def steps_of(cores: int) -> int | None:
+        fewest = cores * -(-groups // (cores * most))
+        return next((steps for steps in range(fewest, 2 * fewest + 1, cores) if groups % steps == 0), None)
+
+    cores = cores_of(generation())
+    shared = steps_of(cores) if num_tokens % (cores * _CORE_TOKENS) == 0 else None
+    return -(-groups // (shared or steps_of(1) or -(-groups // most))) * _GROUP
 
 
 class WritePlan(NamedTuple):
@@ -103,7 +119,8 @@ class WritePlan(NamedTuple):
     """SMEM i32[grid steps], groups of decode tokens at the start of each."""
     stretches: Any
     """SMEM i32[T]: of each stretch of the other tokens its first one, counted from the first of the grid step, and from
-    bit 16 on how many tokens go to it. Those of a grid step begin where its tokens do."""
+    bit 16 on how many tokens go to it, those of the next grid steps included. Those of a grid step begin where its
+    tokens do."""
     counts: Any
     """SMEM i32[grid steps], stretches of each."""
 
@@ -118,20 +135,23 @@ class WritePlan(NamedTuple):
         Raises: ValueError for a page size that is not whole tiles.
         """
         sizes = _Sizes.of(pages, dests.shape[0])
-        dests = jnp.pad(dests, (0, -dests.shape[0] % sizes.block), constant_values=sizes.num_pages * sizes.page_size)
-        own, page = dests.reshape(-1, sizes.block), dests // sizes.page_size
-        is_stored = own < sizes.num_pages * sizes.page_size
-        before = jnp.pad(own[:, :-1], ((0, 0), (1, 0)), constant_values=-2)
-        begins = is_stored & ((own != before + 1) | (own % sizes.rows == 0))
-        has_next = jnp.pad((is_stored & ~begins)[:, 1:], ((0, 0), (0, 1)))
+        none = sizes.num_pages * sizes.page_size
+        dests = jnp.pad(dests, (0, -dests.shape[0] % sizes.block), constant_values=none)
+        page, is_stored = dests // sizes.page_size, dests < none
+        begins = is_stored & ((dests != jnp.pad(dests[:-1] + 1, (1, 0))) | (dests % sizes.rows == 0))
+        goes_on = is_stored & ~begins
+        is_alone = begins & ~jnp.pad(goes_on[1:], (0, 1))
+        begins, goes_on, is_alone = (each.reshape(-1, sizes.block) for each in (begins, goes_on, is_alone))
         # The first tokens that are alone in their stretch, which no copy of a stretch touches then.
         token = jnp.arange(sizes.block, dtype=jnp.int32)[None, :]
-        groups = jnp.min(jnp.where(begins & ~has_next, sizes.block, token), axis=1) // _GROUP
+        groups = jnp.min(jnp.where(is_alone, sizes.block, token), axis=1) // _GROUP
         begins = begins & (token >= groups[:, None] * _GROUP)
         number = jnp.cumsum(begins, axis=1, dtype=jnp.int32)
         entry = token[:, :, None]
         first = jnp.sum(number[:, None, :] <= entry, axis=2, dtype=jnp.int32)
-        count = jnp.sum((number[:, None, :] == entry + 1) & is_stored[:, None, :], axis=2, dtype=jnp.int32)
+        is_own = (number[:, None, :] == entry + 1) & (begins | goes_on)[:, None, :]
+        is_last = token == number[:, -1:] - 1
+        count = jnp.sum(is_own, axis=2, dtype=jnp.int32) + jnp.where(is_last, _behind(goes_on, sizes), 0)
         place = (dests % sizes.word_tokens).reshape(-1, _GROUP)
         return WritePlan(
             dests=dests,
@@ -141,6 +161,20 @@ class WritePlan(NamedTuple):
             stretches=(first | (count << 16)).reshape(-1),
             counts=number[:, -1],
         )
+
+
+def _behind(goes_on: Array, sizes: _Sizes) -> Array:
+    """How many tokens behind those of each grid step go on with its last stretch, i32[grid steps, 1].
+
+    Args:
+        goes_on: bool[grid steps, block]: whether a token goes on with the stretch of the one before it.
+    """
+    nexts = range(1, 1 + -(-sizes.tail // sizes.block))
+    tail = [jnp.pad(goes_on[number:], ((0, number), (0, 0))) for number in nexts]
+    if not tail:
+        return jnp.zeros((goes_on.shape[0], 1), jnp.int32)
+    tail = jnp.concatenate(tail, axis=1)[:, : sizes.tail]
+    return jnp.min(jnp.where(tail, sizes.tail, jnp.arange(sizes.tail, dtype=jnp.int32)), axis=1, keepdims=True)
 
 
 class _Scalars(NamedTuple):
@@ -179,12 +213,15 @@ def write_kv(pages: Array, layer: Array, tokens: Array, plan: WritePlan, *, inte
     sizes = dataclasses.replace(_Sizes.of(pages, tokens.shape[0]), interpreted=bool(interpret))
     # A row of 32-bit elements can be read by itself.
     wide = jnp.float32 if jnp.issubdtype(pages.dtype, jnp.floating) else jnp.int32
-    tokens = jnp.pad(tokens.astype(wide), ((0, -tokens.shape[0] % sizes.block), (0, 0), (0, 0))).reshape(-1, LANES)
+    padding = -tokens.shape[0] % sizes.block
+    tokens = jnp.pad(tokens.astype(wide), ((0, padding), (0, 0), (0, 0))).reshape(-1, LANES)
 
     def kernel(scalars, new, _, pool, scratch):
         _write(scalars, new, pool, scratch, sizes)
 
-    return _call("write_kv", kernel, pages, _Scalars(plan, layer.reshape(1)), [tokens], [], [], sizes, interpret)[0]
+    rows = pl.Element((sizes.block + sizes.tail) * sizes.slabs, (0, sizes.tail * sizes.slabs)), pl.Element(LANES)
+    inputs = [(tokens, pl.BlockSpec(rows, lambda i, *_: (i * sizes.block * sizes.slabs, 0)))]
+    return _call("write_kv", kernel, pages, _Scalars(plan, layer.reshape(1)), inputs, [], [], sizes, interpret)[0]
 
 
 def rotate_and_write(
@@ -207,24 +244,39 @@ def rotate_and_write(
     sizes = dataclasses.replace(_Sizes.of(pages, num_tokens), interpreted=bool(interpret))
     trip = rotate.trip_of(sizes.block, q_heads)
 
-    def kernel(scalars, q, k, v, cos, sin, _, pool, rotated, scratch, packed, wide):
-        refs = rotate.Refs(q, k, v, cos, sin, rotated, packed, wide)
-        factor = rotation.query_factor
-        turn = _Interleaved(trip // _GROUP, lambda number: rotate.rotate_tokens(refs, number * trip, trip, factor))
-        _write(scalars, packed, pool, scratch, sizes, turn)
+    def kernel(scalars, q, own, tail, _, pool, rotated, scratch, packed, wide):
+        refs = rotate.Refs(q, *own, rotated, packed, wide)
+        trips = _Interleaved(
+            trip // _GROUP,
+            lambda number: rotate.rotate_tokens(refs, number * trip, trip, rotation.query_factor),
+            lambda: rotate.rotate_keys(refs.of_keys(*tail), sizes.block, rotate.TAIL),
+        )
+        _write(scalars, packed, pool, scratch, sizes, trips)
 
-    inputs = [*(side.reshape(num_tokens, -1) for side in sides), rotation.cos, rotation.sin]
-    rotated = jax.ShapeDtypeStruct(q.shape, q.dtype)
+    def part(array: Array) -> pl.BlockSpec:
+        return pl.BlockSpec((sizes.block, array.shape[1]), lambda i, *_: (i, 0))
+
+    def tail(array: Array) -> pl.BlockSpec:
+        """The first tokens of the next grid step; for the last one some others, which it does not read."""
+        own, last = sizes.block // rotate.TAIL, num_tokens // rotate.TAIL - 1
+        return pl.BlockSpec((rotate.TAIL, array.shape[1]), lambda i, *_: (jnp.minimum((i + 1) * own, last), 0))
+
+    queries, *rows = (side.reshape(num_tokens, -1) for side in sides)
+    rows += [rotation.cos, rotation.sin]
+    tails = rows if sizes.tail else []
+    inputs = [(queries, part(queries)), (rows, [*map(part, rows)]), (tails, [*map(tail, tails)])]
     buffers = [
-        pltpu.VMEM((sizes.block * 2 * kv_heads, LANES), jnp.float32),
+        pltpu.VMEM(((sizes.block + rotate.TAIL) * 2 * kv_heads, LANES), jnp.float32),
         pltpu.VMEM((rotate.wide_rows(sizes.block, q_heads, kv_heads), LANES), jnp.float32),
     ]
+    rotated = (
+        jax.ShapeDtypeStruct(q.shape, q.dtype),
+        pl.BlockSpec((sizes.block, q_heads, LANES), lambda i, *_: (i, 0, 0)),
+    )
     scalars = _Scalars(plan, layer.reshape(1))
     limit = rotate.vmem_limit(sizes.block, q_heads, kv_heads)
-    pages, queries = _call(
-        "rotate_and_write", kernel, pages, scalars, inputs, [rotated], buffers, sizes, interpret, limit
-    )
-    return queries, pages
+    pages, q = _call("rotate_and_write", kernel, pages, scalars, inputs, [rotated], buffers, sizes, interpret, limit)
+    return q, pages
 
 
 def rotates(q: Array, k: Array, rotation: Rotation, kv_dtype: jnp.dtype) -> bool:
@@ -238,16 +290,18 @@ def _call(
     kernel: Callable,
     pages: Array,
     scalars: _Scalars,
-    inputs: Sequence[Array],
-    outputs: Sequence[jax.ShapeDtypeStruct],
+    inputs: Sequence[tuple[Any, Any]],
+    outputs: Sequence[tuple[jax.ShapeDtypeStruct, pl.BlockSpec]],
     buffers: Sequence[Any],
     sizes: _Sizes,
     interpret: Any,
     vmem_limit: int | None = None,
 ) -> list[Array]:
-    """`kernel(scalars, *inputs, _, pool, *outputs, scratch, *buffers)` for each grid step, with its part of the first
-    axis of inputs and outputs.
+    """`kernel(scalars, *inputs, _, pool, *outputs, scratch, *buffers)` for each grid step.
 
+    Args:
+        inputs: of each argument of the kernel the arrays and their blocks, pytrees of the same structure.
+        outputs: what it stores, and its blocks.
     Returns: the pool, and the outputs.
     """
     num_pages, slabs, page_size = pages.shape[1:4]
@@ -255,20 +309,18 @@ def _call(
     by_word = (-1, slabs, page_size // sizes.word_tokens, sizes.word_tokens, LANES)
     tile = sizes.slots, slabs, sizes.rows // sizes.word_tokens, sizes.word_tokens, LANES
     dma, any_memory = pltpu.SemaphoreType.DMA, pl.BlockSpec(memory_space=pl.ANY)
-    steps = scalars.plan.groups.shape[0]
-
-    def part_of(array: Array | jax.ShapeDtypeStruct) -> pl.BlockSpec:
-        rows, *others = array.shape
-        return pl.BlockSpec((rows // steps, *others), lambda i, *_: (i, *[0] * len(others)))
-
+    arguments, blocks = [each for each, _ in inputs], [each for _, each in inputs]
     pool, *results = pl.pallas_call(
         kernel,
-        out_shape=[jax.ShapeDtypeStruct((pages.shape[0] * num_pages, *by_word[1:]), pages.dtype), *outputs],
+        out_shape=[
+            jax.ShapeDtypeStruct((pages.shape[0] * num_pages, *by_word[1:]), pages.dtype),
+            *(shape for shape, _ in outputs),
+        ],
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
-            grid=(steps,),
-            in_specs=[*map(part_of, inputs), any_memory],
-            out_specs=[any_memory, *map(part_of, outputs)],
+            grid=scalars.plan.groups.shape,
+            in_specs=[*blocks, any_memory],
+            out_specs=[any_memory, *(block for _, block in outputs)],
             scratch_shapes=[
                 _Scratch(
                     words=pltpu.VMEM((sizes.groups, _GROUP * slabs, sizes.word_tokens, LANES), pages.dtype),
@@ -281,14 +333,17 @@ def _call(
                 *buffers,
             ],
         ),
-        input_output_aliases={len(jax.tree.leaves(scalars)) + len(inputs): 0},
+        input_output_aliases={len(jax.tree.leaves((scalars, arguments))): 0},
         # Destinations beyond the pool are skipped.
         compiler_params=pltpu.CompilerParams(
-            disable_bounds_checks=True, disable_semaphore_checks=True, vmem_limit_bytes=vmem_limit
+            dimension_semantics=("parallel",),
+            disable_bounds_checks=True,
+            disable_semaphore_checks=True,
+            vmem_limit_bytes=vmem_limit,
         ),
         name=name,
         interpret=interpret,
-    )(scalars, *inputs, pages.reshape(by_word))
+    )(scalars, *arguments, pages.reshape(by_word))
     return [pool.reshape(pages.shape), *results]
 
 
@@ -311,6 +366,8 @@ class _Interleaved(NamedTuple):
     """Groups of tokens per trip."""
     run: Callable[[Any], None]
     """Do the work on a trip's tokens. Args: the trip's number, i32[]."""
+    run_tail: Callable[[], None]
+    """Do the work on the tokens behind those of the grid step."""
 
 
 def _write(
@@ -322,8 +379,17 @@ def _write(
     write_groups, wait_groups = _groups(*arguments, interleaved)
     write_stretches = _stretches(*arguments)
     write_groups()
+    if interleaved is not None and sizes.tail:
+        pl.when(_last_end(scalars.plan, sizes) > sizes.block)(interleaved.run_tail)
     write_stretches()
     wait_groups()
+
+
+def _last_end(plan: WritePlan, sizes: _Sizes):
+    """One past the last token of the last stretch of a grid step, counted from its first token."""
+    last = jnp.maximum(plan.counts[pl.program_id(0)] - 1, 0)
+    entry = plan.stretches[pl.program_id(0) * sizes.block + last]
+    return (entry & 0xFFFF) + (entry >> 16)
 
 
 def _put(buf, at: Callable[[int], tuple], new, tokens: Iterable[tuple[Any, Any]], sizes: _Sizes) -> None:

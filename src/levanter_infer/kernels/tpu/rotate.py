@@ -29,6 +29,8 @@ _DEFAULT_BYTES, _MORE_BYTES = 16 * 2**20, 32 * 2**20
 """VMEM that a kernel has by default, which is all that a core of v4 has, and that it asks for if its tokens need it."""
 _SHARE = 0.75
 """Share of these that the tokens of a grid step may take."""
+TAIL = 16
+"""Tokens behind those of a grid step whose keys and values it may store: a tile of 16 bits."""
 
 
 def trip_of(block: int, q_heads: int) -> int:
@@ -43,8 +45,9 @@ def wide_rows(block: int, q_heads: int, kv_heads: int) -> int:
 
 def step_bytes(block: int, q_heads: int, kv_heads: int) -> int:
     """VMEM that a grid step of `block` tokens takes: queries, keys and values twice each, as they come and go, their
-    angles, and keys and values in float32 and as words."""
-    return LANES * (block * (8 * q_heads + 20 * kv_heads + 16) + 4 * wide_rows(block, q_heads, kv_heads))
+    angles, and keys and values in float32 and as words; keys and values of `TAIL` tokens more."""
+    in_float32 = wide_rows(block, q_heads, kv_heads)
+    return LANES * (8 * q_heads * block + (20 * kv_heads + 16) * (block + TAIL) + 4 * in_float32)
 
 
 def vmem_limit(block: int, q_heads: int, kv_heads: int) -> int | None:
@@ -78,35 +81,52 @@ class Refs(NamedTuple):
     rotated: Any
     """[block, Hq, 128], rotated queries."""
     packed: Any
-    """f32[block * 2 * Hkv, 128], keys and values as `TpuPool.pack` orders them, keys rounded to their dtype."""
+    """f32[(block + TAIL) * 2 * Hkv, 128], keys and values as `TpuPool.pack` orders them, keys rounded to their
+    dtype."""
     wide: Any
     """f32[`wide_rows`, 128], scratch."""
 
+    def of_keys(self, k, v, cos, sin) -> "Refs":
+        """The same with other keys and values."""
+        return self._replace(k=k, v=v, cos=cos, sin=sin)
 
-def rotate_tokens(refs: Refs, first: Array, count: int, query_factor: float) -> None:
-    """Rotate `count` tokens from `first` i32[] on. Requires: `first` is a multiple of `count`."""
-    q_heads, kv_heads = refs.rotated.shape[1], refs.k.shape[1] // LANES
-    tokens = pl.ds(pl.multiple_of(first, count), count)
-    sines = refs.sin[tokens, :]
-    cos = jnp.concatenate([refs.cos[tokens, :]] * 2, axis=1)
-    sin = jnp.concatenate([-sines, sines], axis=1)
-
-    def head(ref, number: int) -> Array:
+    def head(self, ref, tokens, number: int) -> Array:
+        """f32[tokens, 128]: one head of `q`, `k` or `v`."""
         return ref[tokens, number * LANES : (number + 1) * LANES].astype(jnp.float32)
 
-    def rotated(x: Array, cos: Array, sin: Array) -> Array:
-        return x * cos + pltpu.roll(x, LANES // 2, 1) * sin
+    def angles(self, tokens) -> tuple[Array, Array]:
+        """f32[tokens, 128] each, as `_rotated` takes them."""
+        sines = self.sin[tokens, :]
+        return jnp.concatenate([self.cos[tokens, :]] * 2, axis=1), jnp.concatenate([-sines, sines], axis=1)
 
+
+def rotate_tokens(refs: Refs, first: Array, count: int, query_factor: float) -> None:
+    """Rotate queries and keys of `count` tokens from `first` i32[] on. Requires: `first` is a multiple of `count`."""
+    q_heads, tokens = refs.rotated.shape[1], pl.ds(pl.multiple_of(first, count), count)
+    cos, sin = refs.angles(tokens)
     of_queries = cos * jnp.float32(query_factor), sin * jnp.float32(query_factor)
     for begin in range(0, q_heads, _ROWS):
-        own = [rotated(head(refs.q, begin + number), *of_queries) for number in range(_ROWS)]
+        own = [_rotated(refs.head(refs.q, tokens, begin + number), *of_queries) for number in range(_ROWS)]
         x = _by_token(own, refs.wide.at[pl.ds(begin * count, _ROWS * count)])
         refs.rotated[tokens, begin : begin + _ROWS, :] = x.reshape(count, _ROWS, LANES).astype(refs.rotated.dtype)
+    _pack(refs, tokens, first, count, (cos, sin))
+
+
+def rotate_keys(refs: Refs, first: int, count: int) -> None:
+    """Rotate keys alone, of the first `count` tokens of `refs.k`. They are tokens of `refs.packed` from `first` on."""
+    tokens = pl.ds(0, count)
+    _pack(refs, tokens, first, count, refs.angles(tokens))
+
+
+def _pack(refs: Refs, tokens, first: Array | int, count: int, angles: tuple[Array, Array]) -> None:
+    """Store keys, rotated, and values of `tokens` of `refs.k` as those of `count` tokens of `refs.packed`, from `first`
+    on."""
+    q_heads, kv_heads = refs.rotated.shape[1], refs.k.shape[1] // LANES
     sides = []
     for number in range(kv_heads):
         sides += [
-            rotated(head(refs.k, number), cos, sin).astype(refs.k.dtype).astype(jnp.float32),
-            head(refs.v, number),
+            _rotated(refs.head(refs.k, tokens, number), *angles).astype(refs.k.dtype).astype(jnp.float32),
+            refs.head(refs.v, tokens, number),
         ]
     for begin in range(0, len(sides), _ROWS):
         own = sides[begin : begin + _ROWS]
@@ -118,6 +138,10 @@ def rotate_tokens(refs: Refs, first: Array, count: int, query_factor: float) -> 
             for token in range(count):
                 rows = pl.ds(pl.multiple_of((first + token) * len(sides) + begin, len(own)), len(own))
                 refs.packed[rows, :] = x[token * len(own) : (token + 1) * len(own)]
+
+
+def _rotated(x: Array, cos: Array, sin: Array) -> Array:
+    return x * cos + pltpu.roll(x, LANES // 2, 1) * sin
 
 
 def _by_token(heads: list[Array], wide) -> Array:

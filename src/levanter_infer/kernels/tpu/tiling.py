@@ -69,7 +69,7 @@ class TileShape:
 
     @property
     def cores(self) -> int:
-        return _CORES.get(self.generation or "", 1)
+        return cores_of(self.generation)
 
     @property
     def pool(self) -> TpuPool:
@@ -85,6 +85,11 @@ def generation() -> str | None:
     device = jax.sharding.get_abstract_mesh().abstract_device
     kind = jax.devices()[0].device_kind if device is None else device.device_kind
     return GENERATIONS.get(kind)
+
+
+def cores_of(generation: str | None) -> int:
+    """TensorCores that share one device's memory."""
+    return _CORES.get(generation or "", 1)
 
 
 def shifts_words() -> bool:
