@@ -439,6 +439,23 @@ def test_more_stretches_are_written_than_the_ring_holds(monkeypatch):
     np.testing.assert_array_equal(out.astype(jnp.float32), expected.astype(jnp.float32))
 
 
+def test_a_stretch_that_several_grid_steps_share_is_written_by_the_first(monkeypatch):
+    """Two grid steps of 8 tokens and a chunk of 12 that goes to one stretch of 32."""
+    monkeypatch.setattr(kv_write, "_STEP_BYTES", 8 * 128 * 4)
+    rng, page_size = np.random.default_rng(0), 64
+    pool = jnp.asarray(30 * rng.standard_normal((1, 4, 1, page_size, 128)), jnp.int8)
+    dests = np.asarray([5, *(3 * page_size + 34 + np.arange(12)), 2 * page_size + 7, 4 * page_size], np.int32)
+    new = jnp.asarray(30 * rng.standard_normal((len(dests), 1, 128)), jnp.int8)
+    plan = WritePlan.of(pool, jnp.asarray(dests))
+    params = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan", num_cores_or_threads=2)
+    out = write_kv(pool, jnp.int32(0), new, plan, interpret=params)
+    races = interpret_pallas_call.races
+    assert races is not None and not races.races_found
+    assert plan.counts.tolist() == [2, 1] and plan.stretches[1] == 1 | (12 << 16)
+    expected = pool.at[0, dests // page_size, :, dests % page_size].set(new, mode="drop")
+    np.testing.assert_array_equal(out, expected)
+
+
 @pytest.mark.parametrize(
     "dtype, page_size",
     nightly_but(

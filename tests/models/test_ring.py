@@ -40,6 +40,13 @@ class Ring(XlaBackend):
     ring_bytes = 1
 
 
+class InHalves(Ring):
+    """The halves that go in both directions are computed apart."""
+
+    def halves_ring_matmuls(self) -> bool:
+        return True
+
+
 def parts_of(leaf: NamedArray) -> jax.Array:
     """The parts of a weight on each device, with an axis of devices."""
     places = [i for i, axis in enumerate(leaf.axes) if MESH_AXES.get(axis.name) == MODEL]
@@ -80,12 +87,13 @@ def test_a_layer_on_a_ring_gives_the_same(changes):
         np.testing.assert_allclose(device, everywhere[0], rtol=2e-4, atol=2e-4)
 
 
+@pytest.mark.parametrize("backend", [Ring(), InHalves()], ids=["whole", "in halves"])
 @pytest.mark.parametrize("parts", nightly_but([4], [2, 4, 8]))
-def test_matmuls_beside_transfers_are_those_of_all_columns(parts):
+def test_matmuls_beside_transfers_are_those_of_all_columns(parts, backend):
     rng = np.random.default_rng(parts)
     x, norm = rng.normal(size=(5, 4 * parts)).astype(np.float32), rng.normal(size=4 * parts).astype(np.float32)
     weights = [rng.normal(size=(out, 4 * parts)).astype(np.float32) for out in (3, 6)]
-    ring, backend = ShardAxis(MODEL, parts), Ring()
+    ring = ShardAxis(MODEL, parts)
     columns = jnp.stack(np.split(x, parts, 1))
     inner = jax.vmap(lambda own: gathered(own, weights, [3, 6], (norm, 1e-5), ring, backend), axis_name=MODEL)
     normed = x / np.sqrt((x * x).mean(1, keepdims=True) + 1e-5) * norm

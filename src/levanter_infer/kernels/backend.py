@@ -292,6 +292,11 @@ class Backend(ABC):
         """The results of `call`, [rows, out] each, in f32 or, where the kernel rounds them, in `call.dtype`. Raises:
         ValueError for dtypes that it does not multiply."""
 
+    def halves_ring_matmuls(self) -> bool:
+        """Whether two matmuls are to give the halves of a result that go around a ring in both directions, because
+        they take less time than one matmul and copies of both halves."""
+        return False
+
     @abstractmethod
     def grouped_linear(self, call: GroupedCall) -> list[Array]:
         """The results of `call`, f32[result, out] each. A group without results costs nothing. Where the weights are no

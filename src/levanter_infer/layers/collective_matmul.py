@@ -95,11 +95,18 @@ def scattered(x: Array, weight: Array, ring: ShardAxis, backend: Backend) -> Arr
 
     def of(distance: int) -> Array:
         """This device's summand of the columns of another."""
-        (y,) = backend.linear(LinearCall(x, [_chunk(weight, _at(here, distance, ring), size, 0)], [size]))
+        return columns(_at(here, distance, ring), size)
+
+    def columns(part: Array, size: int) -> Array:
+        (y,) = backend.linear(LinearCall(x, [_chunk(weight, part, size, 0)], [size]))
         return y
 
-    opposite = of(half).astype(x.dtype)
-    up, down = ring.shifted(opposite[:, : size // 2], 1), ring.shifted(opposite[:, size // 2 :], -1)
+    if backend.halves_ring_matmuls():
+        first = _at(here, half, ring) * jnp.int32(2)
+        halves = [columns(first + jnp.int32(number), size // 2).astype(x.dtype) for number in range(2)]
+    else:
+        halves = jnp.split(of(half).astype(x.dtype), 2, axis=1)
+    up, down = ring.shifted(halves[0], 1), ring.shifted(halves[1], -1)
     for distance in range(half - 1, 0, -1):
         arrived = _widened(up, size, 0), _widened(down, size, size - down.shape[1])
         up = ring.shifted((of(distance) + arrived[0]).astype(x.dtype), 1)

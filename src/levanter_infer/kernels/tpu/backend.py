@@ -75,6 +75,9 @@ class TpuBackend(XlaBackend):
         names = {"tiles": "tiles", "rows_apart": "is_apart"}
         return dataclasses.replace(self, **{names[name]: value for name, value in options.items() if name in names})
 
+    def halves_ring_matmuls(self) -> bool:
+        return generation() == "v5p"  # by the schedules in decision 0044
+
     def grouped_linear(self, call: GroupedCall) -> list[Array]:
         """Uses the kernel where it takes the shapes, and XLA's matmul in blocks otherwise."""
         if not grouped.supports(call):

@@ -107,7 +107,7 @@ def block_of(num_tokens: int, slabs: int) -> int:
 
 
 class WritePlan(NamedTuple):
-    """Which tokens go where, in scalar memory. It is the same in every layer."""
+    """The destinations of a step's tokens, in scalar memory. They are the same in every layer."""
 
     dests: Any
     """SMEM i32[T]"""
@@ -170,7 +170,7 @@ def _behind(goes_on: Array, sizes: _Sizes) -> Array:
         goes_on: bool[grid steps, block]: whether a token goes on with the stretch of the one before it.
     """
     nexts = range(1, 1 + -(-sizes.tail // sizes.block))
-    tail = [jnp.pad(goes_on[number:], ((0, number), (0, 0))) for number in nexts]
+    tail = [jnp.pad(goes_on, ((0, number), (0, 0)))[number:] for number in nexts]
     if not tail:
         return jnp.zeros((goes_on.shape[0], 1), jnp.int32)
     tail = jnp.concatenate(tail, axis=1)[:, : sizes.tail]
@@ -213,13 +213,13 @@ def write_kv(pages: Array, layer: Array, tokens: Array, plan: WritePlan, *, inte
     sizes = dataclasses.replace(_Sizes.of(pages, tokens.shape[0]), interpreted=bool(interpret))
     # A row of 32-bit elements can be read by itself.
     wide = jnp.float32 if jnp.issubdtype(pages.dtype, jnp.floating) else jnp.int32
-    padding = -tokens.shape[0] % sizes.block
+    padding = -tokens.shape[0] % sizes.block + sizes.tail
     tokens = jnp.pad(tokens.astype(wide), ((0, padding), (0, 0), (0, 0))).reshape(-1, LANES)
 
     def kernel(scalars, new, _, pool, scratch):
         _write(scalars, new, pool, scratch, sizes)
 
-    rows = pl.Element((sizes.block + sizes.tail) * sizes.slabs, (0, sizes.tail * sizes.slabs)), pl.Element(LANES)
+    rows = pl.Element((sizes.block + sizes.tail) * sizes.slabs), pl.Element(LANES)
     inputs = [(tokens, pl.BlockSpec(rows, lambda i, *_: (i * sizes.block * sizes.slabs, 0)))]
     return _call("write_kv", kernel, pages, _Scalars(plan, layer.reshape(1)), inputs, [], [], sizes, interpret)[0]
 
@@ -453,7 +453,7 @@ def _groups(scalars: _Scalars, new, layer, scratch: _Scratch, sizes: _Sizes, int
     """Functions that write the groups of decode tokens, and that wait for it."""
     words, in_sem, out_sem = scratch.words, scratch.word_in_sem, scratch.word_out_sem
     plan, first_token = scalars.plan, pl.program_id(0) * sizes.block
-    count = plan.groups[pl.program_id(0)]
+    count, first_group = plan.groups[pl.program_id(0)], pl.program_id(0) * sizes.groups
 
     def own(array, group):
         """An array's entries of a group's tokens. They are read before a copy starts, which might change them as far as
@@ -475,7 +475,7 @@ def _groups(scalars: _Scalars, new, layer, scratch: _Scratch, sizes: _Sizes, int
 
     def change(group, carry):
         wait(group, in_sem.at[group])
-        places, count = plan.places[pl.program_id(0) * sizes.groups + group], _GROUP * sizes.slabs
+        places, count = plan.places[first_group + group], _GROUP * sizes.slabs
         if (code := _code(words.dtype, sizes)) is not None:
             _put_group(words, group, code(new[pl.ds(group * count, count)]), places, sizes)
         else:

@@ -140,18 +140,18 @@ class Pipeline:
 
     def __init__(self, call: AttentionCall, sizes: Sizes, rows: Rows, inputs: Inputs, out_ref, scratch: Scratch):
         self.sizes, self.tile = sizes, sizes.tile
-        self.first_page, self.num_rows = rows.scalars[Scalar.FIRST_PAGE], rows.scalars[Scalar.NUM_SEQS]
+        self.num_rows = rows.scalars[Scalar.NUM_SEQS]
         self.window = None if call.rules.sliding_window is None else rows.scalars[Scalar.WINDOW]
         self.rules = call.rules
         self.num_pages, self.row_id_chunks = rows.scalars[Scalar.LAYER_PAGES], rows.scalars[Scalar.ID_CHUNKS]
-        self.last_row = rows.scalars[Scalar.LAST_ROW]
+        self.last_row, self.first_page = rows.scalars[Scalar.LAST_ROW], rows.layer[0] * self.num_pages
         self.seq_lens, self.cu_q_lens, self.unmapped = rows.seq_lens, rows.cu_q_lens, rows.has_unmapped_page
         self.inputs, self.out_ref, self.scratch, self.num_tokens = inputs, out_ref, scratch, call.num_tokens
         self.items, self.page_ids, self.kv = scratch.items, scratch.page_ids_buf, scratch.kv_buf
         self.shares = self.tile.row_shares
         self.part, self.share = _part_and_share(pl.program_id(0), self.shares)
         self.tile_part, self.place = self.part, 0
-        """Which tiles of queries and outputs are the part's, and its place among the parts that share their rows."""
+        """Index of the part's tiles of queries and outputs, and its place among the parts that share their rows."""
         if sizes.sharing_parts > 1:
             self.tile_part, self.place = _part_and_share(self.part, sizes.sharing_parts)
         self.ahead, self.num_items = self.tile.slots - 1, self.tile.slots + 1

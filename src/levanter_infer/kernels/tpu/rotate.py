@@ -66,7 +66,7 @@ def supports(q: Array, k: Array, rotation: Rotation, kv_dtype: jnp.dtype, block:
 
 
 class Refs(NamedTuple):
-    """What a grid step reads and writes, in VMEM."""
+    """Inputs and outputs of a grid step, in VMEM."""
 
     q: Any
     """[block, Hq * 128]"""

@@ -13,7 +13,7 @@ from levanter_infer.kernels.tpu.work_items import Rows, Scalar
 
 class Tables(NamedTuple):
     """The tables of a call, for one path. Layers with the same window and the same pages have the same, but for the
-    scalars."""
+    layer."""
 
     rows: Rows
     page_ids: Array
@@ -24,7 +24,9 @@ class Tables(NamedTuple):
         num_rows, max_pages = call.page_indices.shape
         chunks = -(-max_pages // max(LANES, tile.pages)) * tile.id_chunks
         padded = jnp.pad(call.page_indices, ((0, 0), (0, chunks * LANES - max_pages)))
-        rows = Rows(call.seq_lens, call.cu_q_lens, _scalars(call, chunks), _has_unmapped_page(call))
+        rows = Rows(
+            call.seq_lens, call.cu_q_lens, _scalars(call, chunks), _has_unmapped_page(call), call.layer.reshape(1)
+        )
         return Tables(rows, padded.reshape(num_rows * chunks, 1, LANES))
 
 
@@ -36,7 +38,6 @@ def _scalars(call: AttentionCall, id_chunks: int) -> Array:
     """
     window, num_pages = call.rules.sliding_window, call.kv_pages.shape[1]
     values = {
-        Scalar.FIRST_PAGE: call.layer * num_pages,
         Scalar.NUM_SEQS: call.num_seqs,
         Scalar.WINDOW: jnp.int32(0) if window is None else window,
         Scalar.LAYER_PAGES: jnp.int32(num_pages),
@@ -53,4 +54,5 @@ def _has_unmapped_page(call: AttentionCall) -> Array:
     end = (call.seq_lens + (call.page_size - 1)) // call.page_size
     column = jnp.arange(call.page_indices.shape[1], dtype=jnp.int32)[None, :]
     unmapped = (call.page_indices >= call.kv_pages.shape[1]) & (column >= first[:, None]) & (column < end[:, None])
-    return jnp.any(unmapped, axis=1).astype(jnp.int32)
+    # A maximum of bools would be converted in every layer.
+    return jnp.max(unmapped.astype(jnp.int32), axis=1)

@@ -9,12 +9,11 @@ from jax import Array
 class Scalar(enum.IntEnum):
     """The entries of `Rows.scalars`."""
 
-    FIRST_PAGE = 0  # the layer's first page in the flattened pool
-    NUM_SEQS = 1  # rows in use
-    WINDOW = 2  # sliding window, 0 for none
-    LAYER_PAGES = 3  # pages per layer
-    ID_CHUNKS = 4  # chunks of 128 page ids per row of the page table
-    LAST_ROW = 5  # index of the last row, in use or not
+    NUM_SEQS = 0  # rows in use
+    WINDOW = 1  # sliding window, 0 for none
+    LAYER_PAGES = 2  # pages per layer
+    ID_CHUNKS = 3  # chunks of 128 page ids per row of the page table
+    LAST_ROW = 4  # index of the last row, in use or not
 
 
 class Rows(NamedTuple):
@@ -28,6 +27,8 @@ class Rows(NamedTuple):
     """i32[len(Scalar)]"""
     has_unmapped_page: Any
     """i32[R], 1 where a page that the row reads is none."""
+    layer: Any
+    """i32[1]. It is apart from `scalars`, which are the same in layers of the same window."""
 
 
 class Item(enum.IntEnum):
