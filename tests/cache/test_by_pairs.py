@@ -85,10 +85,28 @@ def test_each_row_of_a_table_is_read_at_a_column_of_its_own(name):
     assert np.asarray(found).tobytes() == np.asarray(expected).tobytes()
 
 
+@pytest.mark.parametrize("name", ["int32", "uint32", "float32"])
+def test_long_vectors_and_wide_tables_are_read_in_stretches(name):
+    size = 5 * 1024
+    array, at = jnp.asarray(np.resize(COLUMNS[name], size)), jnp.asarray(indices(6, size))
+    fill = COLUMNS[name][6].item()
+    assert by_pairs.reads(array, at) and not by_pairs.compares(array, at)
+    expected = array.at[at].get(mode="fill", fill_value=fill)
+    assert np.asarray(by_pairs.gather(array, at, fill)).tobytes() == np.asarray(expected).tobytes()
+    table = jnp.asarray(np.resize(COLUMNS[name], (24, 2 * 1024)))
+    row, column = jnp.asarray(indices(7, 100) % 26 - 1), jnp.asarray(indices(8, 2 * 1024))
+    assert by_pairs.reads(table, row, column) and not by_pairs.compares(table, row, column)
+    expected = table.at[row, column].get(mode="fill", fill_value=fill)
+    assert np.asarray(by_pairs.gather_at(table, row, column, fill)).tobytes() == np.asarray(expected).tobytes()
+
+
 def test_what_is_too_long_or_of_other_bits_is_left_to_xla():
     at = jnp.zeros(8, jnp.int32)
-    assert not by_pairs.compares(jnp.zeros(5000, jnp.int32), at)
-    assert not by_pairs.compares(jnp.zeros((8, 2000), jnp.int32), at, at)
+    assert not by_pairs.reads(jnp.zeros(5000, jnp.int32), at)
+    assert not by_pairs.reads(jnp.zeros(8192, jnp.bool_), at)
+    assert not by_pairs.reads(jnp.zeros((8, 2000), jnp.int32), at, at)
+    assert not by_pairs.reads(jnp.zeros((9, 2048), jnp.int32), at, at)
+    assert not by_pairs.reads(jnp.zeros(2**16, jnp.int32), jnp.zeros(5000, jnp.int32))
     assert not by_pairs.compares(jnp.zeros((8, 8), jnp.int32), at)
     assert not by_pairs.compares(jnp.zeros(8, jnp.bfloat16), at) and not by_pairs.compares(
         jnp.zeros(8, jnp.int32), at[:, None]

@@ -37,7 +37,7 @@ def gather(array: Array, index, fill=None) -> Array:
         return array.at[indices].get(**_FILL, fill_value=fill)
 
     indices = tuple(map(jnp.asarray, index)) if isinstance(index, tuple) else (jnp.asarray(index),)
-    if not by_pairs.compares(array, *indices):
+    if not by_pairs.reads(array, *indices):
         return plain(array, *indices)
     compared = functools.partial(by_pairs.gather if array.ndim == 1 else by_pairs.gather_at, fill=fill)
     return jax.lax.platform_dependent(array, *indices, tpu=compared, default=plain)

@@ -2,8 +2,9 @@
 
 A TPU has no instruction that reads vectors at indices: XLA takes one number after the other, some 10 cycles each of a
 vector and 14 of a table, and writes them in 80. All pairs of 512 indices and 512 entries are 256 registers, which are
-compared, selected and summed up in 370 cycles (v5e). The results have the same bits, but for what is left open: what
-is read at an absent index without a fill value, and which value of a repeated index is kept.
+compared, selected and summed up in 370 cycles (v5e). Of longer vectors and wider tables the 128 numbers around each
+index are taken as a row, and compared. The results have the same bits, but for what is left open: what is read at an
+absent index without a fill value, and which value of a repeated index is kept.
 """
 
 import contextlib
@@ -20,6 +21,8 @@ _MOST_ENTRIES = 4096
 """Entries up to which all pairs take less than one number after the other."""
 _MOST_COLUMNS = 1024
 """Columns of a table whose rows are read whole."""
+_SUBLANES, _LANES = 8, 128
+"""Rows and columns that a TPU stores side by side."""
 
 
 @contextlib.contextmanager
@@ -36,28 +39,58 @@ def traced(value: bool) -> Iterator[None]:
 def compares(array: Array, *indices: Array) -> bool:
     """Whether a vector is short enough to be compared with these indices, or the rows of a table to be read whole;
     whether its numbers have 32 bits or one; and whether the program that is traced may run on a TPU."""
+    return _takes(array, *indices) and not _is_long(array)
+
+
+def reads(array: Array, *indices: Array) -> bool:
+    """Whether `gather` and `gather_at` take a vector or a table: as `compares`, and long ones of whole registers of 32
+    bits."""
+    whole = array.dtype != jnp.bool_ and array.shape[-1] % _LANES == 0
+    whole = whole and (array.ndim == 1 or array.shape[0] % _SUBLANES == 0)
+    return _takes(array, *indices) and (whole or not _is_long(array))
+
+
+def _takes(array: Array, *indices: Array) -> bool:
     if not _traced.get() or array.dtype not in (jnp.int32, jnp.uint32, jnp.float32, jnp.bool_):
         return False
     if any(index.ndim != 1 or index.dtype != jnp.int32 for index in indices):
         return False
-    most = _MOST_ENTRIES if array.ndim == 1 else _MOST_COLUMNS
-    return array.ndim == len(indices) <= 2 and array.shape[-1] <= most and indices[0].shape[0] <= _MOST_ENTRIES
+    return array.ndim == len(indices) <= 2 and indices[0].shape[0] <= _MOST_ENTRIES
+
+
+def _is_long(array: Array) -> bool:
+    return array.shape[-1] > (_MOST_ENTRIES if array.ndim == 1 else _MOST_COLUMNS)
 
 
 def gather(array: Array, index: Array, fill) -> Array:
     """`array[index]`, [m], and `fill` where an index is absent; None: any value. Args: array: [n]; index: i32[m]."""
     index = _counted(index, array.shape[0])
+    exists = (index >= 0) & (index < array.shape[0])
+    if _is_long(array):
+        # The bytes of the vector as they are.
+        return _filled(_in_stretches(array.reshape(-1, _LANES), index // _LANES, index % _LANES), exists, fill)
     is_own = _iota((array.shape[0], index.shape[0]), 0) == index[None, :]
     found = jnp.sum(jnp.where(is_own, _as_ints(array)[:, None], 0), axis=0, dtype=jnp.int32)
-    return _filled(_from_ints(found, array.dtype), (index >= 0) & (index < array.shape[0]), fill)
+    return _filled(_from_ints(found, array.dtype), exists, fill)
 
 
 def gather_at(array: Array, row: Array, column: Array, fill) -> Array:
     """`array[row, column]`, [m], as `gather`. Args: array: [rows, columns]; row, column: i32[m]."""
-    num_rows = array.shape[0]
-    row = _counted(row, num_rows)
-    found = gather_along(array.at[row].get(mode="clip"), column, fill)
-    return _filled(found, (row >= 0) & (row < num_rows), fill)
+    num_rows, num_columns = array.shape
+    row, column = _counted(row, num_rows), _counted(column, num_columns)
+    exists = (row >= 0) & (row < num_rows) & (column >= 0) & (column < num_columns)
+    if not _is_long(array):
+        return _filled(_in_stretches(array, row, column), exists, fill)
+    # The bytes of the table as they are: registers of 8 rows of 128 numbers, one beside the other.
+    tiles = num_rows // _SUBLANES, num_columns // _LANES
+    stretches = array.reshape(tiles[0], _SUBLANES, tiles[1], _LANES).swapaxes(1, 2).reshape(-1, _LANES)
+    place = (row // _SUBLANES * tiles[1] + column // _LANES) * _SUBLANES + row % _SUBLANES
+    return _filled(_in_stretches(stretches, place, column % _LANES), exists, fill)
+
+
+def _in_stretches(array: Array, row: Array, column: Array) -> Array:
+    """`array[row, column]`, [m], any value where an index is absent."""
+    return gather_along(array.at[row].get(mode="clip", wrap_negative_indices=False), column, None)
 
 
 def gather_along(array: Array, column: Array, fill) -> Array:
