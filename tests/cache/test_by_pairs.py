@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from levanter_infer.cache import by_pairs
-from levanter_infer.cache.arrays import scatter, scatter_add
+from levanter_infer.cache.arrays import cumsum, scatter, scatter_add
 
 ENTRIES, INDICES = 70, 40
 
@@ -51,6 +51,16 @@ def test_numbers_are_added_at_repeated_indices():
     array, at = jnp.asarray(COLUMNS["int32"]), jnp.asarray(np.repeat(indices(2), 3))
     values = jnp.arange(at.size, dtype=jnp.int32)
     np.testing.assert_array_equal(by_pairs.scatter_add(array, at, values), array.at[at].add(values, mode="drop"))
+
+
+@pytest.mark.parametrize("size", [1, 64, 70, 512, 513])
+def test_cumulative_sums(size):
+    values = np.random.default_rng(size).integers(-(2**31), 2**31, size).astype(np.int32)
+    assert by_pairs.sums(jnp.asarray(values)) == (size <= 512)
+    for each in (values, values % 3 == 1):
+        expected = np.cumsum(each, dtype=np.int32)
+        np.testing.assert_array_equal(by_pairs.cumsum(jnp.asarray(each)), expected)
+        np.testing.assert_array_equal(jax.jit(cumsum)(each), expected)
 
 
 def test_of_a_repeated_index_one_value_is_kept():

@@ -19,6 +19,8 @@ _traced = contextvars.ContextVar("by_pairs", default=False)
 
 _MOST_ENTRIES = 4096
 """Entries up to which all pairs take less than one number after the other."""
+_MOST_SUMS = 512
+"""Values up to which all pairs take less than XLA's cumulative sum."""
 _MOST_COLUMNS = 1024
 """Columns of a table whose rows are read whole."""
 _SUBLANES, _LANES = 8, 128
@@ -48,6 +50,11 @@ def reads(array: Array, *indices: Array) -> bool:
     whole = array.dtype != jnp.bool_ and array.shape[-1] % _LANES == 0
     whole = whole and (array.ndim == 1 or array.shape[0] % _SUBLANES == 0)
     return _takes(array, *indices) and (whole or not _is_long(array))
+
+
+def sums(values: Array) -> bool:
+    """Whether `cumsum` takes less than XLA's, and the program that is traced may run on a TPU."""
+    return _traced.get() and values.ndim == 1 and values.shape[0] <= _MOST_SUMS
 
 
 def _takes(array: Array, *indices: Array) -> bool:
@@ -120,6 +127,13 @@ def scatter_add(array: Array, index: Array, values: Array) -> Array:
     """
     is_own = _counted(index, array.shape[0])[:, None] == _iota((index.shape[0], array.shape[0]), 1)
     return array + jnp.sum(jnp.where(is_own, values[:, None], 0), axis=0, dtype=array.dtype)
+
+
+def cumsum(values: Array) -> Array:
+    """i32[n]. Args: values: integers or bools [n]."""
+    size = values.shape[0]
+    is_added = _iota((size, size), 0) <= _iota((size, size), 1)
+    return jnp.sum(jnp.where(is_added, values.astype(jnp.int32)[:, None], 0), axis=0, dtype=jnp.int32)
 
 
 def _counted(index: Array, size: int) -> Array:

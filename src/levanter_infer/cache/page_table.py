@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Int32
 
-from levanter_infer.cache.arrays import full, gather, replace, scatter, scatter_add, scatter_max
+from levanter_infer.cache.arrays import cumsum, full, gather, replace, scatter, scatter_add, scatter_max
 from levanter_infer.kernels.loops import in_parts, run_if
 
 
@@ -104,7 +104,7 @@ class PageTable(eqx.Module):
         marked = scatter_max(counts, freed, place)
         enters = (gather(marked, freed, 0) == place) & (freed < self.num_pages)
         counts = scatter(marked, freed, 0)
-        rank = jnp.cumsum(enters, dtype=jnp.int32)
+        rank = cumsum(enters)
         target = jax.lax.rem(self.ring_head + self.num_free + rank - 1, self.num_pages)
         ring = scatter(self.free_ring, jnp.where(enters, target, self.num_pages), freed)
         return replace(self, ref_counts=counts, free_ring=ring, num_free=self.num_free + rank[-1])
@@ -125,7 +125,7 @@ class PageTable(eqx.Module):
             index = jnp.arange(table.num_pages, dtype=jnp.int32)
             listed = table._next_free(table.num_pages)
             stays = (index < table.num_free) & (table.ref_counts[listed] == 0)
-            rank = jnp.cumsum(stays, dtype=jnp.int32)
+            rank = cumsum(stays)
             ring = scatter(table.free_ring, jnp.where(stays, rank - 1, table.num_pages), listed)
             return replace(table, free_ring=ring, ring_head=jnp.zeros_like(table.ring_head), num_free=rank[-1])
 
@@ -150,7 +150,7 @@ def ragged_index(counts: Array, start: Array, size: int) -> tuple[Array, Array, 
     """
     # Each group marks the index of its first item, and a running maximum extends the marks to the right: a search would
     # take longer, to run and above all to compile.
-    bounds = jnp.cumsum(counts, dtype=jnp.int32)
+    bounds = cumsum(counts)
     first_items = bounds - counts
     in_reach = (counts > 0) & (bounds > start)
     place = jnp.where(in_reach, jnp.maximum(first_items - start, 0), size)

@@ -7,7 +7,7 @@ from jax import Array
 from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Int32, UInt32
 
-from levanter_infer.cache.arrays import ShortRows, full, gather, replace, scatter
+from levanter_infer.cache.arrays import ShortRows, cumsum, full, gather, replace, scatter
 from levanter_infer.kernels.loops import in_blocks
 
 WAYS = 8
@@ -116,7 +116,7 @@ class PrefixTable(eqx.Module):
         hashes = chained(content_hashes(tokens), place, start_hashes)
 
         def all_so_far(good: Array) -> Array:
-            bad = jnp.cumsum(~good, dtype=jnp.int32)
+            bad = cumsum(~good)
             return bad == jnp.where(index > place, bad[index - place - 1], 0)
 
         def after(serials: Array) -> Array:
@@ -130,7 +130,7 @@ class PrefixTable(eqx.Module):
         orphans = jnp.where(used & ~is_known, known, self.num_pages)
 
         # Several sequences may have filled a page with the same contents: the first one's is found
-        fresh = self.next_serial + jnp.cumsum(used, dtype=jnp.int32) - 1
+        fresh = self.next_serial + cumsum(used) - 1
 
         def equal_before(rows: Array) -> list[Array]:
             same = (hashes[rows][:, None] == hashes[None, :]) & (is_known[rows][:, None] == is_known[None, :])

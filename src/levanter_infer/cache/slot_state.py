@@ -9,7 +9,7 @@ from haliax import Axis, NamedArray
 from jax import Array
 
 from levanter_infer.axes import LAYERS, SEQ, STATE
-from levanter_infer.cache.arrays import full, gather, scatter
+from levanter_infer.cache.arrays import cumsum, full, gather, scatter
 from levanter_infer.cache.pool import Pool
 
 _PAIRS = 4
@@ -81,7 +81,7 @@ class SlotState(Pool):
         """Copy entries of another pool of the same layers: `source[i]` to `target[i]`, i32[n], a few pairs after
         another; pairs with an absent target are ignored."""
         used = target < self.num_entries
-        place = jnp.where(used, jnp.cumsum(used, dtype=jnp.int32) - 1, target.shape[0] + _PAIRS)
+        place = jnp.where(used, cumsum(used) - 1, target.shape[0] + _PAIRS)
         count = jnp.sum(used, dtype=jnp.int32)
         # Behind the last pair there are absent ones enough to fill a block
         source = scatter(full(target.shape[0] + _PAIRS, 0), place, source)

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Int32
 
-from levanter_infer.cache.arrays import full, gather, replace, scatter, scatter_max
+from levanter_infer.cache.arrays import cumsum, full, gather, replace, scatter, scatter_max
 from levanter_infer.cache.prefix_table import UNKNOWN, PrefixTable
 
 # Why a snapshot was made
@@ -69,7 +69,7 @@ class StateSnapshots(eqx.Module):
         """
         used = self.is_used(prefix)
         shared = (used & (self.kind == SHARED))[self.order]
-        later = jnp.cumsum(shared[::-1], dtype=jnp.int32)[::-1]  # shared ones that were used later, and itself
+        later = cumsum(shared[::-1])[::-1]  # shared ones that were used later, and itself
         protected = scatter(jnp.zeros_like(used), self.order, shared & (later <= (self.num_snapshots + 1) // 2))
         order = self._reordered(~used, protected).order[:capacity]
         return jnp.where(jnp.arange(capacity, dtype=jnp.int32) < count, order, self.num_snapshots)
@@ -141,6 +141,6 @@ class StateSnapshots(eqx.Module):
         otherwise."""
         group = jnp.where(first, 0, jnp.where(last, 2, 1))[self.order]
         is_group = group[None, :] == jnp.arange(3)[:, None]
-        place = jnp.cumsum(is_group.reshape(-1), dtype=jnp.int32).reshape(is_group.shape) - 1
+        place = cumsum(is_group.reshape(-1)).reshape(is_group.shape) - 1
         place = jnp.take_along_axis(place, group[None, :], axis=0)[0]
         return replace(self, order=scatter(self.order, place, self.order))

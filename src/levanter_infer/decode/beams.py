@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from levanter_infer.cache.arrays import gather, replace, scatter, scatter_add
+from levanter_infer.cache.arrays import cumsum, gather, replace, scatter, scatter_add
 from levanter_infer.decode.beam_table import BeamTable
 from levanter_infer.decode.codes import EARLY, IMPOSSIBLE, LENGTH, NEVER, NOT_FINISHED, STOP
 from levanter_infer.decode.resampling import moved_rows, resample
@@ -132,7 +132,7 @@ def _groups(state: DecodeState, shapes: Shapes, takes_part: Array) -> _Groups:
     table, beams = state.sequences, _beams(state)
     num_groups, none = max(1, shapes.max_seqs // 2), shapes.num_slots
     places, leaders = beams.params.places, beams.params.leaders
-    number = jnp.cumsum(takes_part & (places == 0), dtype=jnp.int32) - 1
+    number = cumsum(takes_part & (places == 0)) - 1
     group = jnp.where(takes_part, gather(number, leaders, num_groups), num_groups)
     members = jnp.full((num_groups, shapes.max_beams), none, jnp.int32)
     members = scatter(members, (group, places), jnp.arange(none, dtype=jnp.int32))

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Bool, Int32
 
-from levanter_infer.cache.arrays import full, gather, replace, scatter, scatter_add
+from levanter_infer.cache.arrays import cumsum, full, gather, replace, scatter, scatter_add
 from levanter_infer.cache.cache import Cache
 from levanter_infer.cache.window_pages import WindowPages
 from levanter_infer.decode.admission_policy import pages_to_continue
@@ -206,7 +206,7 @@ def _with_window_pages(table: SequenceTable, window: WindowPages, slots: Array) 
     seen = slots[:, None] & (column >= window.first_column(table.num_computed)[:, None])
     own = jnp.where(seen, table.page_indices, num_pages)
     is_seen = scatter(jnp.zeros(num_pages, jnp.bool_), own, True)
-    rank = jnp.cumsum(is_seen, dtype=jnp.int32)
+    rank = cumsum(is_seen)
     page = jnp.arange(num_pages, dtype=jnp.int32)
     width = min(num_pages, window.num_pages)
     pages = scatter(full(width, num_pages), jnp.where(is_seen, rank - 1, width), page)

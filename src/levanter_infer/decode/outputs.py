@@ -7,7 +7,7 @@ import numpy as np
 from jax import Array
 from jaxtyping import Float32, Int32
 
-from levanter_infer.cache.arrays import full, gather_together, replace
+from levanter_infer.cache.arrays import cumsum, full, gather_together, replace
 from levanter_infer.decode.codes import RUNNING, WAITING
 from levanter_infer.decode.sampling import SampleOutput
 from levanter_infer.decode.shapes import Shapes
@@ -46,7 +46,7 @@ class OutputRing(eqx.Module):
 
     def push(self, emits: Array, slots: Array, sampled: SampleOutput) -> "OutputRing":
         """Append the rows in the mask `emits`, bool[row]. Requires: as many entries as there are rows are free."""
-        rank = jnp.cumsum(emits, dtype=jnp.int32)
+        rank = cumsum(emits)
         entries = jnp.arange(1, emits.shape[0] + 1, dtype=jnp.int32)
         # The row of each new entry. Entries behind them repeat the last row, and are stale: so all are one piece.
         found = jnp.searchsorted(rank, entries, side="left", method="compare_all").astype(jnp.int32)

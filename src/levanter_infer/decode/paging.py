@@ -11,7 +11,16 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from levanter_infer.cache.arrays import gather, gather_along, replace, scatter, scatter_add, scatter_max, scatter_min
+from levanter_infer.cache.arrays import (
+    cumsum,
+    gather,
+    gather_along,
+    replace,
+    scatter,
+    scatter_add,
+    scatter_max,
+    scatter_min,
+)
 from levanter_infer.cache.page_math import offset_of, page_of, pages_for
 from levanter_infer.cache.page_table import PageTable, ragged_index
 from levanter_infer.cache.prefix_table import PrefixTable
@@ -64,7 +73,7 @@ def preempt(state: DecodeState, order: Array, take: Array) -> tuple[DecodeState,
         table = state.sequences
         rank = jnp.zeros_like(order).at[order].set(jnp.arange(order.shape[0], dtype=jnp.int32))
         released = _released_by_suffix(table, state.page_table, rank)
-        needed = jnp.cumsum(need[order], dtype=jnp.int32)
+        needed = cumsum(need[order])
         # The first k survive. Their needs grow with k, and fewer pages are released by the others.
         fits = needed <= state.page_table.num_free + released
         for each in state.windows:
@@ -142,7 +151,7 @@ def _entered_by_page(page_indices: Array, begin: Array, counts: Array, pages: Ar
 
 def _entered_by_row(page_indices: Array, begin: Array, counts: Array, pages: Array) -> Array:
     """A TPU writes a table faster than a few hundred of its numbers. Decode tokens need one page each."""
-    before = jnp.cumsum(counts, dtype=jnp.int32) - counts
+    before = cumsum(counts) - counts
     column = jax.lax.broadcasted_iota(jnp.int32, page_indices.shape, 1)
     is_first = (column == begin[:, None]) & (counts > 0)[:, None]
     page_indices = jnp.where(is_first, gather(pages, before)[:, None], page_indices)
@@ -486,4 +495,4 @@ def _released_by_suffix(
     first = jnp.full(num_pages, num_slots, jnp.int32)
     first = by_blocks(first, mark, table.page_indices, held, begin, num_pages, window=window, size=_COUNTED)
     freed = scatter_add(jnp.zeros(num_slots, jnp.int32), first, 1)
-    return jnp.sum(freed, dtype=jnp.int32) - jnp.cumsum(freed, dtype=jnp.int32)
+    return jnp.sum(freed, dtype=jnp.int32) - cumsum(freed)

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from levanter_infer.cache.arrays import full, gather, replace, scatter, scatter_add, scatter_min
+from levanter_infer.cache.arrays import cumsum, full, gather, replace, scatter, scatter_add, scatter_min
 from levanter_infer.cache.page_math import offset_of, page_of
 from levanter_infer.cache.page_table import ragged_index
 from levanter_infer.cache.prefix_table import UNKNOWN, PrefixTable, chained, content_hashes
@@ -224,7 +224,7 @@ def _shareable(state: DecodeState, slots: Array) -> Array:
 def _rows(shapes: Shapes, order: Array, chosen: Array) -> Array:
     """The slots in the mask `chosen`, oldest first, i32[max_seqs]; unused entries are absent."""
     chosen = gather(chosen, order)
-    row = jnp.where(chosen, jnp.cumsum(chosen, dtype=jnp.int32) - 1, shapes.max_seqs)
+    row = jnp.where(chosen, cumsum(chosen) - 1, shapes.max_seqs)
     return scatter(jnp.full(shapes.max_seqs, shapes.num_slots, jnp.int32), row, order)
 
 

@@ -8,7 +8,7 @@ import equinox as eqx
 import jax.numpy as jnp
 from jax import Array
 
-from levanter_infer.cache.arrays import full, gather, gather_together, replace, scatter
+from levanter_infer.cache.arrays import cumsum, full, gather, gather_together, replace, scatter
 from levanter_infer.decode.admission_policy import pages_to_continue
 from levanter_infer.decode.codes import RUNNING
 from levanter_infer.decode.kv_offload import may_start
@@ -63,8 +63,8 @@ def start_waiting(state: DecodeState, shapes: Shapes, order: Array) -> DecodeSta
     available = page_table.num_free - jnp.sum(jnp.where(running, need, 0), dtype=jnp.int32)
 
     ready_in_order = gather(ready, order)
-    rank = jnp.cumsum(ready_in_order, dtype=jnp.int32)
-    cumulative = jnp.cumsum(jnp.where(ready_in_order, gather(need, order), 0), dtype=jnp.int32)
+    rank = cumsum(ready_in_order)
+    cumulative = cumsum(jnp.where(ready_in_order, gather(need, order), 0))
     num_first = state.beams.num_first(order, ready_in_order)
     fits = (cumulative <= available) | ((num_running == 0) & (rank <= num_first))
     starts = ready_in_order & (rank + num_running <= shapes.max_seqs) & fits
@@ -93,7 +93,7 @@ def choose_tokens(
         pending = jnp.minimum(pending, tokens_to_bound(table, states, shapes.page_size))
     budget = shapes.max_step_tokens - jnp.sum(decodes, dtype=jnp.int32)
     wanted = gather(jnp.where(decodes, 0, pending), order)
-    before = jnp.cumsum(wanted, dtype=jnp.int32) - wanted
+    before = cumsum(wanted) - wanted
     chunk = jnp.clip(budget - before, 0, wanted)
     if states is not None:
         chunk = whole_pages(gather(table.num_computed, order), chunk, chunk < wanted, shapes.page_size)
@@ -109,11 +109,11 @@ def pack(state: DecodeState, shapes: Shapes, order: Array, take: Array) -> StepP
     decodes = (in_order == 1) & (found["pending"] == 1)
     chunks = (in_order > 0) & ~decodes
     num_decodes = jnp.sum(decodes, dtype=jnp.int32)
-    row = jnp.where(decodes, jnp.cumsum(decodes, dtype=jnp.int32), num_decodes + jnp.cumsum(chunks, dtype=jnp.int32))
+    row = jnp.where(decodes, cumsum(decodes), num_decodes + cumsum(chunks))
     row = jnp.where(in_order > 0, row - 1, shapes.max_rows)
     slot_ids = scatter(full(shapes.max_rows, table.num_slots), row, order)
     q_lens = gather(take, slot_ids, 0)
-    bounds = jnp.cumsum(q_lens, dtype=jnp.int32)
+    bounds = cumsum(q_lens)
     return StepPlan(
         take=take,
         slot_ids=slot_ids,

@@ -9,7 +9,7 @@ import equinox as eqx
 import jax.numpy as jnp
 from jax import Array
 
-from levanter_infer.cache.arrays import gather, replace
+from levanter_infer.cache.arrays import cumsum, gather, replace
 from levanter_infer.cache.cache import Cache
 from levanter_infer.cache.page_math import offset_of, page_of
 from levanter_infer.cache.state_snapshots import PASSED, PROMPT, SHARED
@@ -114,8 +114,8 @@ def keep_states(
         snapshots = snapshots.pass_by(snapshots.of(before))
         present = snapshots.of(page)
         missing = at_bound & (present >= shapes.num_snapshots)
-        first = jnp.cumsum(missing & lasting, dtype=jnp.int32)
-        rank = jnp.where(lasting, first, first[-1] + jnp.cumsum(missing & ~lasting, dtype=jnp.int32)) - 1
+        first = cumsum(missing & lasting)
+        rank = jnp.where(lasting, first, first[-1] + cumsum(missing & ~lasting)) - 1
         count = jnp.minimum(jnp.sum(missing, dtype=jnp.int32), capacity)
         taken = snapshots.allocate(state.prefix, count, capacity)
         evicted = jnp.sum(gather(snapshots.is_used(state.prefix), taken, False), dtype=jnp.int32)

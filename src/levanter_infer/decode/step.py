@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from levanter_infer.axes import ROW, ROW_BOUND, SEQ_PAGE, TOKEN
-from levanter_infer.cache.arrays import full, gather, replace, scatter, scatter_add
+from levanter_infer.cache.arrays import cumsum, full, gather, replace, scatter, scatter_add
 from levanter_infer.cache.batch_info import PageBatchInfo, WindowBatch
 from levanter_infer.cache.cache import Cache
 from levanter_infer.cache.page_math import offset_of, page_of, pages_for
@@ -394,6 +394,6 @@ def _stops(state: DecodeState, tokens: Array, slots: Array, lens: Array, newest:
 def _compact(source: Array, target: Array, shapes: Shapes) -> tuple[Array, Array]:
     """The pairs to copy at the front of arrays of `max_seqs` entries: only running sequences write."""
     used = target < shapes.num_pages
-    place = jnp.where(used, jnp.cumsum(used, dtype=jnp.int32) - 1, shapes.max_seqs)
+    place = jnp.where(used, cumsum(used) - 1, shapes.max_seqs)
     none = jnp.full(shapes.max_seqs, shapes.num_pages, jnp.int32)
     return scatter(none, place, source), scatter(none, place, target)
