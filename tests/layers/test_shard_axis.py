@@ -27,3 +27,18 @@ def test_tokens_that_are_a_stride_apart_have_the_values_of_any(parts, size, stri
     np.testing.assert_array_equal(at(stride), at(None))
     expected = np.where(ids < size, np.take_along_axis(whole, np.minimum(ids, whole.shape[1] - 1), axis=1), -np.inf)
     np.testing.assert_array_equal(at(stride)[0], expected)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("shape", [(6, 1024), (6, 72), (2, 3, 512), (512,)], ids=["wide", "narrow", "3 axes", "vector"])
+def test_sums_in_order_add_the_parts_one_after_the_other_in_float32(shape, dtype):
+    parts = 4
+    rng = np.random.default_rng(0)
+    values = jnp.asarray(rng.normal(size=(parts, *shape)) * 10.0 ** rng.integers(-4, 5, (parts, *shape)), dtype)
+    summed = jax.vmap(ShardAxis(MODEL, parts, in_order=True).sum, axis_name=MODEL)(values)
+    expected = np.zeros(shape, np.float32)
+    for part in np.asarray(values, np.float32):
+        expected = expected + part
+    assert summed.dtype == dtype
+    for device in summed:
+        np.testing.assert_array_equal(device, jnp.asarray(expected).astype(dtype))

@@ -50,8 +50,9 @@ class ShardAxis:
 
         if values.ndim < 2 or values.shape[-1] % (self.parts * _LANES):
             return added(jax.lax.all_gather(values, self.mesh_axis)).astype(values.dtype)
-        split = values.reshape(*values.shape[:-1], self.parts, -1)
-        own = jax.lax.all_to_all(split, self.mesh_axis, split.ndim - 2, 0, tiled=False)
+        # The parts come one behind the other: with an axis of parts beside the columns XLA moves all numbers first.
+        own = jax.lax.all_to_all(values, self.mesh_axis, values.ndim - 1, 0, tiled=True)
+        own = own.reshape(self.parts, *values.shape[:-1], -1)
         return jax.lax.all_gather(added(own).astype(values.dtype), self.mesh_axis, axis=values.ndim - 1, tiled=True)
 
     def max(self, values: Array) -> Array:
