@@ -1,6 +1,7 @@
 """The kernel for TPUs that rotates queries and keys and writes them, in Pallas' interpreter."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -74,10 +75,30 @@ def test_the_kernel_rotates_and_stores_as_xla_does(monkeypatch, tokens, q_heads,
 def test_queries_of_a_device_are_rotated_by_the_kernel(monkeypatch, q_heads, kv_heads, cores):
     """Heads of a device with and without tensor parallelism, and the steps of engines."""
     monkeypatch.setattr(kv_write, "cores_of", lambda generation: cores)
-    for tokens in (16, 48, 64, 80, 96, 128, 192, 256, 512, 1024, 2048, 8192):
+    for tokens in (16, 48, 64, 80, 96, 128, 192, 256, 320, 448, 512, 1024, 1408, 2048, 8192):
         sides = [jax.ShapeDtypeStruct((tokens, heads, 128), jnp.bfloat16) for heads in (q_heads, kv_heads)]
         angles = jax.ShapeDtypeStruct((tokens, 64), jnp.float32)
         assert kv_write.rotates(*sides, Rotation(angles, angles), jnp.dtype(jnp.bfloat16)), tokens
+
+
+@pytest.mark.parametrize("q_heads, kv_heads", [(8, 2), (40, 5), (24, 6), (40, 10)])
+def test_a_step_of_several_grid_steps_is_lowered(q_heads, kv_heads):
+    """The verifier of kernels knows what the interpreter does not: places of rows that are not the multiples that the
+    kernel says."""
+    i32, tokens, bf16 = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32), 1024, jnp.bfloat16
+    pool = jax.ShapeDtypeStruct((1, 99, 2 * kv_heads, 16, 128), bf16)
+    sides = [jax.ShapeDtypeStruct((tokens, heads, 128), bf16) for heads in (q_heads, kv_heads, kv_heads)]
+    angles = [jax.ShapeDtypeStruct((tokens, 64), jnp.float32)] * 2
+
+    def write(pool, dests, sides, angles):
+        plan = kv_write.WritePlan.of(pool, dests)
+        assert plan.groups.shape[0] > 1
+        return kv_write.rotate_and_write(pool, jnp.int32(0), tuple(sides), Rotation(*angles), plan)
+
+    device = jax.sharding.AbstractDevice("TPU v5 lite", 1, "tpu")
+    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device)):
+        traced = jax.jit(write).trace(pool, i32((tokens,)), sides, angles)
+        assert "tpu_custom_call" in traced.lower(lowering_platforms=("tpu",)).as_text()
 
 
 @pytest.mark.parametrize("tokens, steps", [(16, 1), (32, 1), (64, 2), (80, 1), (192, 2), (512, 2), (1536, 4), (9, 1)])

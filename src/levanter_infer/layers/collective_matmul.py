@@ -92,6 +92,7 @@ def scattered(x: Array, weight: Array, ring: ShardAxis, backend: Backend) -> Arr
         weight: [out, in...]
     """
     size, here, half = weight.shape[0] // ring.parts, ring.index, ring.parts // 2
+    assert size % 2 == 0, "both directions get half of the columns of the device opposite"
 
     def of(distance: int) -> Array:
         """This device's summand of the columns of another."""

@@ -39,8 +39,8 @@ _GROUP = 8
 _STEP_BYTES = 2**20
 """Bytes of the new tokens of a grid step, in 32 bits, at most. A grid step ends with a wait for HBM."""
 _CORE_TOKENS = 32
-"""New tokens of a step whose parts for the cores are multiples of this are shared by them. It is enough that the lanes
-of one head are exchanged while others are stored."""
+"""Cores share the new tokens of a step in grid steps of a multiple of this. It is enough that the lanes of one head are
+exchanged while others are stored."""
 _STEP_TOKENS = 512
 """New tokens of a grid step, at most, so that their queries fit beside them."""
 _RING_BYTES = 2**19
@@ -97,13 +97,14 @@ def block_of(num_tokens: int, slabs: int) -> int:
     groups = -(-num_tokens // _GROUP)
     most = max(1, min(_STEP_BYTES // (slabs * LANES * 4), _STEP_TOKENS) // _GROUP)
 
-    def steps_of(cores: int) -> int | None:
+    def steps_of(cores: int, unit: int) -> int | None:
+        """Grid steps on so many cores, each of a multiple of `unit` groups."""
         fewest = cores * -(-groups // (cores * most))
-        return next((steps for steps in range(fewest, 2 * fewest + 1, cores) if groups % steps == 0), None)
+        return next((steps for steps in range(fewest, 2 * fewest + 1, cores) if groups % (steps * unit) == 0), None)
 
     cores = cores_of(generation())
-    shared = steps_of(cores) if num_tokens % (cores * _CORE_TOKENS) == 0 else None
-    return -(-groups // (shared or steps_of(1) or -(-groups // most))) * _GROUP
+    shared = steps_of(cores, _CORE_TOKENS // _GROUP) if cores > 1 else None
+    return -(-groups // (shared or steps_of(1, 1) or -(-groups // most))) * _GROUP
 
 
 class WritePlan(NamedTuple):

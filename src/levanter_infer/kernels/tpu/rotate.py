@@ -45,9 +45,9 @@ def wide_rows(block: int, q_heads: int, kv_heads: int) -> int:
 
 def step_bytes(block: int, q_heads: int, kv_heads: int) -> int:
     """VMEM that a grid step of `block` tokens takes: queries, keys and values twice each, as they come and go, their
-    angles, and keys and values in float32 and as words; keys and values of `TAIL` tokens more."""
-    in_float32 = wide_rows(block, q_heads, kv_heads)
-    return LANES * (8 * q_heads * block + (20 * kv_heads + 16) * (block + TAIL) + 4 * in_float32)
+    angles, and keys and values in float32 and as words. Keys and values of `TAIL` tokens more fit what `_SHARE`
+    leaves."""
+    return LANES * (block * (8 * q_heads + 20 * kv_heads + 16) + 4 * wide_rows(block, q_heads, kv_heads))
 
 
 def vmem_limit(block: int, q_heads: int, kv_heads: int) -> int | None:
@@ -136,7 +136,8 @@ def _pack(refs: Refs, tokens, first: Array | int, count: int, angles: tuple[Arra
         else:
             x = _by_token(own, refs.wide.at[pl.ds((q_heads + begin) * count, len(own) * count)])
             for token in range(count):
-                rows = pl.ds(pl.multiple_of((first + token) * len(sides) + begin, len(own)), len(own))
+                row = pl.multiple_of((first + token) * len(sides) + begin, math.gcd(len(sides), len(own)))
+                rows = pl.ds(row, len(own))
                 refs.packed[rows, :] = x[token * len(own) : (token + 1) * len(own)]
 
 
