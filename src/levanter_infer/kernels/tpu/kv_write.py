@@ -246,7 +246,8 @@ def rotate_and_write(
     trip = rotate.trip_of(sizes.block, q_heads)
 
     def kernel(scalars, q, own, tail, _, pool, rotated, scratch, packed, wide):
-        refs = rotate.Refs(q, *own, rotated, packed, wide)
+        k, v, cos, sin = own
+        refs = rotate.Refs(q, k, v, cos, sin, rotated, packed, wide)
         trips = _Interleaved(
             trip // _GROUP,
             lambda number: rotate.rotate_tokens(refs, number * trip, trip, rotation.query_factor),

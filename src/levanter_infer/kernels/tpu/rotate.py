@@ -112,13 +112,13 @@ def rotate_tokens(refs: Refs, first: Array, count: int, query_factor: float) -> 
     _pack(refs, tokens, first, count, (cos, sin))
 
 
-def rotate_keys(refs: Refs, first: int, count: int) -> None:
+def rotate_keys(refs: Refs, first: Any, count: int) -> None:
     """Rotate keys alone, of the first `count` tokens of `refs.k`. They are tokens of `refs.packed` from `first` on."""
     tokens = pl.ds(0, count)
     _pack(refs, tokens, first, count, refs.angles(tokens))
 
 
-def _pack(refs: Refs, tokens, first: Array | int, count: int, angles: tuple[Array, Array]) -> None:
+def _pack(refs: Refs, tokens, first: Any, count: int, angles: tuple[Array, Array]) -> None:
     """Store keys, rotated, and values of `tokens` of `refs.k` as those of `count` tokens of `refs.packed`, from `first`
     on."""
     q_heads, kv_heads = refs.rotated.shape[1], refs.k.shape[1] // LANES
