@@ -50,9 +50,13 @@ def compiled(isa):
     return jax.jit(run, static_argnums=2, static_argnames=("eps", "is_gated_pair"))
 
 
-def call_of(arrays, dtype: str, rules: ScoreRules) -> AttentionCall:
-    _, _, page_size, pairs, _ = arrays["kv_pages"].shape
-    return AttentionCall(**arrays, kv_dtype=jnp.dtype(dtype), rules=rules, kv_heads=pairs // 2, page_size=page_size)
+def call_of(arrays, dtype: str, rules: ScoreRules, value_dim: int | None = None) -> AttentionCall:
+    """`value_dim`: of a pool of latents."""
+    _, _, page_size, stored, _ = arrays["kv_pages"].shape
+    kv_heads = stored // 2 if value_dim is None else stored
+    return AttentionCall(
+        **arrays, kv_dtype=jnp.dtype(dtype), rules=rules, kv_heads=kv_heads, page_size=page_size, value_dim=value_dim
+    )
 
 
 def matmul(isa, x, weights, layer, num_rows=None, **around):
@@ -74,6 +78,12 @@ def rounds_inputs(isa, dtype) -> bool:
 
 RULES = {"plain": (False, {}), "sinks": (True, {}), "sinks-chunk": (True, {"attention_chunk": 45})}
 """Whether the heads have sinks, and the rules that are constants of the call."""
+
+SCORE_RULES = RULES | {
+    "soft cap": (False, {"soft_cap": 4.0}),
+    "slopes": (True, {"alibi_slopes": True}),
+}
+"""The same, with rules that change scores. Slopes are of as many heads as there are."""
 
 
 @each_isa
@@ -296,28 +306,41 @@ def test_a_head_alone_and_all_heads_together_attend_alike(isa, dtype, rules):
 
 
 @each_isa
-@pytest.mark.parametrize("rules", RULES.values(), ids=RULES)
-@pytest.mark.parametrize("head_dim", [64, 512])
-def test_a_query_has_the_same_bits_decoded_and_in_any_prompt_chunk(isa, head_dim, rules):
+@pytest.mark.parametrize("rules", SCORE_RULES.values(), ids=SCORE_RULES)
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        pytest.param(Sizes(6, 2, 64, 16), id="groups of 3"),
+        pytest.param(Sizes(6, 2, 512, 16), id="heads of 512"),
+        pytest.param(Sizes(2, 2, 70, 8, max_pages=20), id="a head each"),
+        pytest.param(Sizes(26, 2, 32, 16), id="groups of 13"),
+        pytest.param(Sizes(14, 1, 80, 16, value_dim=48), id="latents"),
+    ],
+)
+def test_a_query_has_the_same_bits_decoded_and_in_any_prompt_chunk(isa, sizes, rules):
     sinks, rules = rules
-    sizes = Sizes(6, 2, head_dim, 16, dtype="bfloat16", stored="uint16", sinks=sinks)
+    sizes = dataclasses.replace(sizes, dtype="bfloat16", stored="uint16", sinks=sinks)
     length = 150
     batch = make_ragged(sizes, [(30, length)])
-    rules = ScoreRules(scale=0.3, sliding_window=jnp.int32(100), **rules)
+    slopes = {"alibi_slopes": np.arange(sizes.q_heads, dtype=np.float32) / -16} if rules.get("alibi_slopes") else {}
+    scale = 3 / sizes.head_dim**0.5
+    score_rules = ScoreRules(scale=scale, sliding_window=jnp.int32(100), **{**rules, **slopes})
     q = batch.arrays["q"]
+
+    @jax.jit
+    def attend(q, seq_lens, cu_q_lens):
+        arrays = {**batch.arrays, "q": q, "seq_lens": seq_lens, "cu_q_lens": cu_q_lens}
+        return cpu.cpu_attention(call_of(arrays, "bfloat16", score_rules, sizes.value_dim), isa_name=isa)
 
     def run(first, count):
         """The queries first … first + count - 1 of the row's 30."""
-        arrays = {
-            **batch.arrays,
-            "q": jnp.zeros_like(q).at[:count].set(q[first : first + count]),
-            "seq_lens": batch.arrays["seq_lens"].at[0].set(length - 30 + first + count),
-            "cu_q_lens": batch.arrays["cu_q_lens"].at[1:].set(count),
-        }
-        call = call_of(arrays, "bfloat16", rules)
-        return cpu.cpu_attention(call, isa_name=isa)[:count]
+        seq_lens = batch.arrays["seq_lens"].at[0].set(length - 30 + first + count)
+        some = jnp.zeros_like(q).at[:count].set(q[first : first + count])
+        return np.asarray(attend(some, seq_lens, batch.arrays["cu_q_lens"].at[1:].set(count)))[:count]
 
     whole = run(0, 30)
+    expected = dense_attention(batch, scale=scale, sliding_window=100, **{**rules, **slopes})[:30]
+    np.testing.assert_allclose(whole, expected, atol=1e-5, rtol=1e-5)
     for first, count in ((0, 1), (29, 1), (4, 3), (5, 8), (3, 25)):
         np.testing.assert_array_equal(run(first, count), whole[first : first + count])
 
