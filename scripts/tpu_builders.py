@@ -142,8 +142,8 @@ def sampling(mesh, *, rows=256, vocab=128256, parts=4):
     def call(logits, terms, rules, clocks, pivots, num_rows):
         values, bound = tpu_sampling.candidates(logits, parts, num_rows)
         together = jnp.concatenate([values] * parts, axis=1)  # instead of what other devices send
-        upper, lower = tpu_sampling.weight_sums(logits, terms, widths, num_rows, keep=True)
-        total, _ = tpu_sampling.weight_sums(logits, terms, level_widths(own), num_rows, keep=False)
+        upper, lower = tpu_sampling.weight_sums(logits, terms, widths, num_rows)
+        total = tpu_sampling.total_weights(logits, terms, num_rows)
         used = jnp.arange(rows) < num_rows
         return (
             tpu_sampling.logit_stats(logits, num_rows),

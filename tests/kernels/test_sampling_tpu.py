@@ -10,6 +10,7 @@ import pytest
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call
 from jax.experimental.pallas import tpu as pltpu
 
+from levanter_infer.axes import MODEL
 from levanter_infer.decode import sampling, sampling_draw
 from levanter_infer.decode.constraints import RowMasks
 from levanter_infer.decode.sampling import History, LogitStats, sample
@@ -18,7 +19,7 @@ from levanter_infer.engine.params import SamplingParams
 from levanter_infer.kernels.registry import make_backend
 from levanter_infer.kernels.tpu import sampling as kernels
 from levanter_infer.kernels.tpu.backend import TpuBackend
-from levanter_infer.layers.shard_axis import Vocabulary
+from levanter_infer.layers.shard_axis import ShardAxis, Vocabulary
 from levanter_infer.structured.automaton import forced_tokens, packed
 from tests.decode.sampling_oracle import table_of
 from tests.tiers import nightly_but
@@ -101,9 +102,7 @@ def test_sums_are_those_of_the_tree_to_the_bit(vocab, part):
         return levels[1:]
 
     wanted = [np.asarray(level) for level in by_xla(jnp.asarray(logits), jnp.asarray(terms))]
-    upper, lower = kernels.weight_sums(
-        jnp.asarray(logits), jnp.asarray(terms), widths, jnp.int32(ROWS), keep=True, interpret=True
-    )
+    upper, lower = kernels.weight_sums(jnp.asarray(logits), jnp.asarray(terms), widths, jnp.int32(ROWS), interpret=True)
     place = 0
     for width, level in zip(widths[1:], wanted[1:], strict=True):
         filled = -(-width // 128) * 128
@@ -113,6 +112,17 @@ def test_sums_are_those_of_the_tree_to_the_bit(vocab, part):
     filled = -(-widths[1] // 128) * 128
     stretches = np.asarray(lower).reshape(ROWS, 16, filled)[:, :, : widths[1]].reshape(ROWS, -1)
     np.testing.assert_array_equal(stretches[:, : widths[0]], wanted[0])
+
+
+@pytest.mark.parametrize("size", [VOCAB, 700])
+def test_the_weight_of_all_logits_equals_numpy(size):
+    logits = hard_logits()[:, :size]
+    rows = [row for row in range(ROWS) if row not in (5, 6)]
+    terms = terms_of(logits, 0.7)
+    terms[9, 3] = -1.0
+    found = kernels.total_weights(jnp.asarray(logits), jnp.asarray(terms), jnp.int32(ROWS), interpret=True)
+    wanted = np.asarray(weights_of(jnp.asarray(logits), jnp.asarray(terms)), np.float64).sum(axis=1)
+    np.testing.assert_allclose(np.asarray(found)[rows], wanted[rows], rtol=1e-6)
 
 
 def test_rows_that_are_not_in_use_are_not_read():
@@ -183,6 +193,37 @@ def test_thresholds_choose_what_sorting_chooses(first):
                 np.testing.assert_array_equal(
                     np.flatnonzero(logits[row] >= threshold[row]), wanted, f"{rows[row]} {k} {p}"
                 )
+
+
+@pytest.mark.parametrize("num", nightly_but([7], [3, 7, 8]))
+def test_devices_find_the_thresholds_of_all_rows_together(num):
+    """Each searches a stretch of ten rows, of which some may be in no use."""
+    parts, size = 4, 4 * 1024
+    logits = (RNG.normal(size=(10, size)) * 3).astype(np.float32)
+    own = [(40, 0.9), (size, 0.5), (700, 1.0), (5, 1.0), (size, 1.0), (300, 0.7), (size, 0.95), (1, 1.0)]
+    top_k, top_p = (np.resize(column, 10) for column in zip(*own, strict=True))
+    terms = terms_of(logits, 1.0)
+    vocab = Vocabulary(size, ShardAxis(MODEL, parts))
+
+    def of_part(part):
+        return thresholds_by_kernels(
+            kernels.TpuSampling(True),
+            part,
+            jnp.asarray(terms),
+            jnp.asarray(top_k, jnp.int32),
+            jnp.asarray(top_p, jnp.float32),
+            vocab,
+            jnp.int32(num),
+        )
+
+    of_parts = jnp.asarray(logits.reshape(10, parts, -1).swapaxes(0, 1))
+    found = np.asarray(jax.jit(jax.vmap(of_part, axis_name=MODEL))(of_parts))
+    weights = np.asarray(weights_of(jnp.asarray(logits), jnp.asarray(terms)))
+    for device in found:
+        np.testing.assert_array_equal(device, found[0])
+    for row in range(num):
+        wanted = kept_by_sorting(logits[row], weights[row], int(top_k[row]), np.float32(top_p[row]))
+        np.testing.assert_array_equal(np.flatnonzero(logits[row] >= found[0, row]), wanted, str(row))
 
 
 @pytest.mark.slow

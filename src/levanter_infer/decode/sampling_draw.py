@@ -153,7 +153,7 @@ def draw_by_kernels(
     Returns: also what `leaves` says of the token, f32[row].
     """
     widths = level_widths(vocab.size)
-    upper, lower = kernels.weight_sums(logits, terms, widths, num_rows, keep=True)
+    upper, lower = kernels.weight_sums(logits, terms, widths, num_rows)
     upper = vocab.shard_axis.sum(upper)
     clocks = _clocks(words)
     sizes = _level_sizes(vocab.size)

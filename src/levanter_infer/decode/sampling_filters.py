@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from levanter_infer.decode.sampling_draw import LANES, level_widths, row_sums
+from levanter_infer.decode.sampling_draw import row_sums
 from levanter_infer.kernels import scopes
 from levanter_infer.kernels.backend import SamplingKernels
-from levanter_infer.layers.shard_axis import Vocabulary
+from levanter_infer.layers.shard_axis import ShardAxis, Vocabulary
 
 CANDIDATES = 64
 """Likeliest tokens among which thresholds are searched first."""
@@ -90,17 +90,16 @@ def thresholds_by_kernels(
     is_row = jnp.arange(top_p.size, dtype=jnp.int32) < num_rows  # kernels leave the others as they were
     wants_k, wants_p = (top_k < vocab.size) & is_row, (top_p < 1) & is_row
     values, bound = kernels.candidates(logits, vocab.shard_axis.parts, num_rows)
-    values, bound = vocab.shard_axis.all_gather(values, 1), vocab.shard_axis.max(bound)
+    bound = vocab.shard_axis.max(bound)
 
     def weigh_all() -> Array:
-        sums, _ = kernels.weight_sums(logits, terms, level_widths(logits.shape[1]), num_rows, keep=False)
-        return vocab.shard_axis.sum(sums[:, -LANES])
+        return vocab.shard_axis.sum(kernels.total_weights(logits, terms, num_rows))
 
     with jax.named_scope(scopes.NUCLEUS):
         total = jax.lax.cond(jnp.any(wants_p & ~wants_k), weigh_all, lambda: jnp.zeros_like(top_p))
     most = jnp.where(wants_k, top_k, 0).astype(jnp.float32)
     rules = jnp.stack([terms[:, 0], terms[:, 1], terms[:, 3], bound, total, most, top_p], axis=1)
-    threshold = kernels.thresholds(values, rules, num_rows)
+    threshold = _thresholds_of_own_rows(kernels, values, rules, num_rows, vocab.shard_axis)
     wanted = wants_k | wants_p
     found = ~wanted | (threshold == threshold)
 
@@ -111,6 +110,18 @@ def thresholds_by_kernels(
     with jax.named_scope(scopes.FOUND):
         threshold = jax.lax.cond(jnp.all(found), lambda: threshold, search)
     return jnp.where(wanted, threshold, -jnp.inf)
+
+
+def _thresholds_of_own_rows(
+    kernels: SamplingKernels, values: Array, rules: Array, num_rows: Array, axis: ShardAxis
+) -> Array:
+    """`SamplingKernels.thresholds`, f32[row]. Each device searches a stretch of the rows, among all candidates."""
+    rows = values.shape[0]
+    size = -(-rows // axis.parts)
+    values, rules = (jnp.pad(each, ((0, size * axis.parts - rows), (0, 0))) for each in (values, rules))
+    own_count = jnp.clip(num_rows - axis.index * size, 0, size)
+    found = kernels.thresholds(axis.exchanged(values), axis.own(rules, 0), own_count)
+    return axis.all_gather(found, 0)[:rows]
 
 
 def _search_by_kernels(

@@ -120,15 +120,16 @@ class SamplingKernels(Protocol):
         """
         ...
 
-    def weight_sums(
-        self, logits: Array, terms: Array, widths: Sequence[int], num_rows: Array, *, keep: bool
-    ) -> tuple[Array, Array]:
+    def total_weights(self, logits: Array, terms: Array, num_rows: Array) -> Array:
+        """The weight of all logits of each row, f32[row]; `terms` as in `weight_sums`, without a threshold."""
+        ...
+
+    def weight_sums(self, logits: Array, terms: Array, widths: Sequence[int], num_rows: Array) -> tuple[Array, Array]:
         """Levels of sums of each row's weights e^((logit - peak) * inverse), 0 below a threshold or a floor.
 
         Args:
             terms: f32[row, 4]: peak, inverse, threshold of the logit and floor of the exponent.
             widths: sizes of the levels (`sampling_draw.level_widths`).
-            keep: whether the first level is needed.
         Returns: the levels but the first, of which the last is the last column but 127, and the first; both for
             `descend`.
         """

@@ -67,6 +67,13 @@ class ShardAxis:
             return values
         return jax.lax.all_gather(values, self.mesh_axis, axis=axis, tiled=True)
 
+    def exchanged(self, values: Array) -> Array:
+        """[row, part] as [row / parts, all parts]: this device's stretch of the rows, with the values of all parts one
+        behind the other. Requires: `parts` divides the rows."""
+        if self.mesh_axis is None:
+            return values
+        return jax.lax.all_to_all(values, self.mesh_axis, split_axis=0, concat_axis=1, tiled=True)
+
     def own(self, values: Array, axis: int) -> Array:
         """This device's part of an axis of values that all devices have."""
         if self.mesh_axis is None:

@@ -19,7 +19,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from levanter_infer.kernels import scopes
 from levanter_infer.kernels.tpu.pool import LANES
-from levanter_infer.kernels.tpu.tiling import generation
+from levanter_infer.kernels.tpu.tiling import cores_of, generation
 
 _MAX_DEPTH, _MIN_DEPTH = 16, 4
 """Candidates of a lane: those of all parts together are to be a few thousand."""
@@ -62,10 +62,11 @@ class TpuSampling:
     def reached(self, logits: Array, terms: Array, pivots: Array, rows: Array) -> Array:
         return reached(logits, terms, pivots, rows, interpret=self.interpret)
 
-    def weight_sums(
-        self, logits: Array, terms: Array, widths: Sequence[int], num_rows: Array, *, keep: bool
-    ) -> tuple[Array, Array]:
-        return weight_sums(logits, terms, widths, num_rows, keep=keep, interpret=self.interpret)
+    def total_weights(self, logits: Array, terms: Array, num_rows: Array) -> Array:
+        return total_weights(logits, terms, num_rows, interpret=self.interpret)
+
+    def weight_sums(self, logits: Array, terms: Array, widths: Sequence[int], num_rows: Array) -> tuple[Array, Array]:
+        return weight_sums(logits, terms, widths, num_rows, interpret=self.interpret)
 
     def descend(
         self, upper: Array, lower: Array, clocks: Array, widths: Sequence[int], num_rows: Array
@@ -109,13 +110,21 @@ def logit_stats(logits: Array, num_rows: Array, *, interpret: Interpret = False)
     rows, num = logits.shape
     column = jax.ShapeDtypeStruct((rows, 1), jnp.float32)
     outs = (column, column, jax.ShapeDtypeStruct((rows, 1), jnp.int32))
-    kernel, width = functools.partial(_stats, num=num), _whole(num)
-    block = 2 * _ROWS if rows > _ROWS and 2 * _ROWS * 4 * width <= _MAX_BLOCK_BYTES else _ROWS
-    sizes = {"block": block, "width": width}
+    kernel, sizes = functools.partial(_stats, num=num), _whole_rows(rows, num)
     peak, total, best = _by_blocks(
         "logit_stats", kernel, _near(logits, interpret), num_rows, (), outs, (), interpret, **sizes
     )
     return peak[:, 0], total[:, 0], best[:, 0]
+
+
+def total_weights(logits: Array, terms: Array, num_rows: Array, *, interpret: Interpret = False) -> Array:
+    """`SamplingKernels.total_weights`: a sum in each lane, and then of the lanes."""
+    rows, num = logits.shape
+    outs = (jax.ShapeDtypeStruct((rows, 1), jnp.float32),)
+    kernel, sizes = functools.partial(_total, num=num), _whole_rows(rows, num)
+    logits = _near(logits, interpret)
+    (total,) = _by_blocks("total_weights", kernel, logits, num_rows, (terms,), outs, (), interpret, **sizes)
+    return total[:, 0]
 
 
 def candidates(logits: Array, parts: int, num_rows: Array, *, interpret: Interpret = False) -> tuple[Array, Array]:
@@ -183,7 +192,7 @@ def reached(logits: Array, terms: Array, pivots: Array, rows: Array, *, interpre
 
 
 def weight_sums(
-    logits: Array, terms: Array, widths: Sequence[int], num_rows: Array, *, keep: bool, interpret: Interpret = False
+    logits: Array, terms: Array, widths: Sequence[int], num_rows: Array, *, interpret: Interpret = False
 ) -> tuple[Array, Array]:
     """Levels of sums of the weights of a row's logits: e^((logit - peak) * inverse), and 0 for logits below a threshold
     and exponents below a floor.
@@ -195,7 +204,6 @@ def weight_sums(
         logits: f32[row, vocab]
         terms: f32[row, 4]: peak, inverse, threshold and floor of each row.
         widths: sizes of the levels, two at least, the last one 1.
-        keep: whether the first level is needed.
     Returns: the levels from the second on, one behind the other, each filled up to a multiple of LANES with zeros; and
         the first, cut into its `_FAN` stretches of `widths[1]` entries, each filled up likewise, with anything.
     """
@@ -203,9 +211,9 @@ def weight_sums(
     tiles = [pl.cdiv(width, LANES) for width in widths[1:]]
     outs = (
         jax.ShapeDtypeStruct((rows, sum(tiles) * LANES), jnp.float32),
-        jax.ShapeDtypeStruct((rows, _FAN * tiles[0] * LANES if keep else LANES), jnp.float32),
+        jax.ShapeDtypeStruct((rows, _FAN * tiles[0] * LANES), jnp.float32),
     )
-    kernel = functools.partial(_sums, num=num, widths=tuple(widths), keep=keep)
+    kernel = functools.partial(_sums, num=num, widths=tuple(widths))
     chunk = _sums_chunk(num, widths[0])
     first = pltpu.VMEM((_ROWS, pl.cdiv(widths[0], chunk) * chunk), jnp.float32)
     width = _padded(num, chunk)
@@ -244,11 +252,18 @@ def _near(logits: Array, interpret: Interpret) -> Array:
 
 
 def _rows_at_once(rows: int, numbers: int) -> int:
-    """Rows of a block, for rows that have as many 32-bit `numbers` in VMEM each."""
-    block = _ROWS_AT_ONCE
+    """Rows of a block, for rows that have as many 32-bit `numbers` in VMEM each: a block for each core, if they fit."""
+    block, rows = _ROWS_AT_ONCE, pl.cdiv(rows, cores_of(generation()))
     while block > _ROWS and (block // 2 >= rows or block * numbers * 4 > _AT_ONCE_BYTES):
         block //= 2
     return block
+
+
+def _whole_rows(rows: int, num: int) -> dict[str, int]:
+    """The block and width of `_by_blocks` for a pass over whole rows of logits."""
+    width = _whole(num)
+    block = 2 * _ROWS if rows > _ROWS and 2 * _ROWS * 4 * width <= _MAX_BLOCK_BYTES else _ROWS
+    return {"block": block, "width": width}
 
 
 def _whole(num: int) -> int:
@@ -354,20 +369,66 @@ def _stats(logits, peak_out, total_out, best_out, *, num: int):
     best_out[...] = jnp.min(jnp.where(most == peak, first + _lanes(first), num), axis=1, keepdims=True)
 
 
-def _candidates(logits, out, bound, *, num: int, depth: int):
-    def insert(bests, chunk, _):
-        for place in range(0, chunk.shape[1], LANES):
-            value, sorted_bests = chunk[:, place : place + LANES], []
-            for best in bests:
-                sorted_bests.append(jnp.maximum(best, value))
-                value = jnp.minimum(best, value)
-            bests = tuple(sorted_bests)
-        return bests
+def _total(logits, terms, out, *, num: int):
+    peak, inverse, floor = terms[:, 0:1], terms[:, 1:2], terms[:, 3:4]
 
-    bests = _chunks(logits, num, tuple(jnp.full((_ROWS, LANES), -jnp.inf) for _ in range(depth)), insert, _WIDE_CHUNK)
+    def add(total, chunk, _):
+        for place in range(0, chunk.shape[1], _CHUNK):
+            exponent = (chunk[:, place : place + _CHUNK] - peak) * inverse
+            total = total + jnp.where(exponent >= floor, jnp.exp(exponent), 0.0)
+        return total
+
+    total = _chunks(logits, num, jnp.zeros((logits.shape[0], _CHUNK)), add, _WIDE_CHUNK)
+    out[...] = jnp.sum(total, axis=1, keepdims=True)
+
+
+def _candidates(logits, out, bound, *, num: int, depth: int):
+    none = jnp.full((_ROWS, LANES), -jnp.inf)
+
+    def insert(bests, chunk, _):
+        places = range(0, chunk.shape[1], LANES)
+        for start in range(0, len(places), depth):
+            group = [chunk[:, place : place + LANES] for place in places[start : start + depth]]
+            bests = _largest_of(bests, _sorted([*group, *[none] * (depth - len(group))]))
+        return tuple(bests)
+
+    bests = _chunks(logits, num, (none,) * depth, insert, _WIDE_CHUNK)
     for number, best in enumerate(bests):
         out[:, number * LANES : (number + 1) * LANES] = best
     bound[...] = jnp.max(bests[-1], axis=1, keepdims=True)
+
+
+def _sorted(values: list[Array]) -> list[Array]:
+    """Arrays whose numbers descend in each lane, by Batcher's odd-even mergesort (1968). Requires: a power of 2."""
+    size = 1
+    while size < len(values):
+        step = size
+        while step:
+            for first in range(step % size, len(values) - step):
+                is_pair = (first - step % size) % (2 * step) < step
+                if is_pair and first // (2 * size) == (first + step) // (2 * size):
+                    _exchange(values, first, first + step)
+            step //= 2
+        size *= 2
+    return values
+
+
+def _largest_of(some: Sequence[Array], others: Sequence[Array]) -> list[Array]:
+    """The largest half of two lists whose numbers descend in each lane, in the same order, by a bitonic merge."""
+    values = [jnp.maximum(a, b) for a, b in zip(some, reversed(others), strict=True)]
+    step = len(values) // 2
+    while step:
+        for first in range(len(values)):
+            if not first & step:
+                _exchange(values, first, first + step)
+        step //= 2
+    return values
+
+
+def _exchange(values: list[Array], first: int, second: int) -> None:
+    """Puts the larger number of each lane first."""
+    a, b = values[first], values[second]
+    values[first], values[second] = jnp.maximum(a, b), jnp.minimum(a, b)
 
 
 def _thresholds(values, rules, out, keys, weights):
@@ -432,13 +493,13 @@ def _from_key(keys: Array) -> Array:
     return pltpu.bitcast(jnp.where(keys < 0, keys ^ (2**31 - 1), keys), jnp.float32)
 
 
-def _sums(logits, terms, upper, lower, first, *, num: int, widths: tuple[int, ...], keep: bool):
+def _sums(logits, terms, upper, lower, first, *, num: int, widths: tuple[int, ...]):
     _first_level(logits, terms, first, num, widths[0])
     tiles = [first[:, tile * LANES : (tile + 1) * LANES] for tile in range(pl.cdiv(widths[0], LANES))]
     place = 0
     for level, (size, width) in enumerate(zip(widths, widths[1:], strict=False)):
         pieces = _stretches(tiles, size, width)
-        if keep and level == 0:
+        if level == 0:
             for number, piece in enumerate(piece for stretch in pieces for piece in stretch):
                 lower[:, number * LANES : (number + 1) * LANES] = jnp.zeros_like(tiles[0]) if piece is None else piece
         tiles = [_tree_sum([stretch[part] for stretch in pieces]) for part in range(pl.cdiv(width, LANES))]
