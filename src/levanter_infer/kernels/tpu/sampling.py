@@ -22,7 +22,7 @@ from levanter_infer.kernels.tpu.pool import LANES
 from levanter_infer.kernels.tpu.tiling import cores_of, generation
 
 _MAX_DEPTH, _MIN_DEPTH = 16, 4
-"""Candidates of a lane: those of all parts together are to be a few thousand."""
+"""Candidates of a lane, powers of 2: those of all parts together are to be a few thousand."""
 _ROWS = 8
 """Rows of a block: the sublanes of a register of 32-bit numbers."""
 _ROWS_AT_ONCE, _AT_ONCE_BYTES = 128, 10 * 2**20
@@ -131,11 +131,11 @@ def candidates(logits: Array, parts: int, num_rows: Array, *, interpret: Interpr
     """The largest logits of each lane, of all lanes together f32[row, n], -inf where a lane has fewer, and a bound of
     the other logits of the row, f32[row]. Lane i has the logits i, i + LANES, i + 2 * LANES, …
 
-    The largest logits of a row are in many lanes, so that the candidates hold several hundred of them, at two
-    comparisons of a logit for each that a lane keeps. The bound says what they do not hold.
+    The largest logits of a row are in many lanes, so that the candidates hold several hundred of them, at nine maxima
+    and minima of a logit for eight that a lane keeps. The bound says what they do not hold.
     """
     rows, num = logits.shape
-    depth = min(max(2 * _MAX_DEPTH // parts, _MIN_DEPTH), _MAX_DEPTH)
+    depth = min(max(_power_of_2(2 * _MAX_DEPTH // parts), _MIN_DEPTH), _MAX_DEPTH)
     outs = (
         jax.ShapeDtypeStruct((rows, depth * LANES), jnp.float32),
         jax.ShapeDtypeStruct((rows, 1), jnp.float32),
@@ -257,6 +257,11 @@ def _rows_at_once(rows: int, numbers: int) -> int:
     while block > _ROWS and (block // 2 >= rows or block * numbers * 4 > _AT_ONCE_BYTES):
         block //= 2
     return block
+
+
+def _power_of_2(most: int) -> int:
+    """The largest power of 2 up to `most`; 0 for 0."""
+    return 1 << most.bit_length() - 1 if most else 0
 
 
 def _whole_rows(rows: int, num: int) -> dict[str, int]:
