@@ -82,6 +82,7 @@ RULES = {"plain": (False, {}), "sinks": (True, {}), "sinks-chunk": (True, {"atte
 SCORE_RULES = RULES | {
     "soft cap": (False, {"soft_cap": 4.0}),
     "slopes": (True, {"alibi_slopes": True}),
+    "soft cap, slopes": (False, {"soft_cap": 4.0, "alibi_slopes": True}),
 }
 """The same, with rules that change scores. Slopes are of as many heads as there are."""
 
@@ -322,7 +323,11 @@ def test_a_query_has_the_same_bits_decoded_and_in_any_prompt_chunk(isa, sizes, r
     sizes = dataclasses.replace(sizes, dtype="bfloat16", stored="uint16", sinks=sinks)
     length = 150
     batch = make_ragged(sizes, [(30, length)])
-    slopes = {"alibi_slopes": np.arange(sizes.q_heads, dtype=np.float32) / -16} if rules.get("alibi_slopes") else {}
+    slopes = (
+        {"alibi_slopes": np.arange(sizes.q_heads, dtype=np.float32) / (-2 * sizes.q_heads)}
+        if rules.get("alibi_slopes")
+        else {}
+    )
     scale = 3 / sizes.head_dim**0.5
     score_rules = ScoreRules(scale=scale, sliding_window=jnp.int32(100), **{**rules, **slopes})
     q = batch.arrays["q"]
@@ -343,6 +348,32 @@ def test_a_query_has_the_same_bits_decoded_and_in_any_prompt_chunk(isa, sizes, r
     np.testing.assert_allclose(whole, expected, atol=1e-5, rtol=1e-5)
     for first, count in ((0, 1), (29, 1), (4, 3), (5, 8), (3, 25)):
         np.testing.assert_array_equal(run(first, count), whole[first : first + count])
+
+
+@each_isa
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize("window", [None, 40])
+def test_a_value_that_is_not_finite_reaches_those_who_see_it_alone(isa, dtype, bad, window):
+    sizes = Sizes(6, 2, 64, 16, dtype=dtype)
+    batch = make_ragged(sizes, [(30, 90), (3, 70)])
+    rules = ScoreRules(scale=0.3, sliding_window=None if window is None else jnp.int32(window))
+
+    def attend(pool):
+        arrays = {**batch.arrays, "kv_pages": pool}
+        return np.asarray(cpu.cpu_attention(call_of(arrays, dtype, rules), isa_name=isa))
+
+    pool, pages = batch.arrays["kv_pages"], batch.arrays["page_indices"]
+    clean = attend(pool)
+    for position in (45, 75):  # before the queries, which begin at 60, and among them
+        spoilt = attend(pool.at[:, pages[0, position // 16], position % 16, 1].set(bad))  # the first kv head's value
+        seen = np.arange(60, 90) >= position
+        if window is not None:
+            seen &= np.arange(60, 90) - window < position
+        assert not np.isfinite(spoilt[:30][seen, :3]).any()
+        np.testing.assert_array_equal(spoilt[:30][~seen], clean[:30][~seen])
+        np.testing.assert_array_equal(spoilt[:30, 3:], clean[:30, 3:])
+        np.testing.assert_array_equal(spoilt[30:33], clean[30:33])
 
 
 @built

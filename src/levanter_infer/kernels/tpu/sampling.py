@@ -131,8 +131,8 @@ def candidates(logits: Array, parts: int, num_rows: Array, *, interpret: Interpr
     """The largest logits of each lane, of all lanes together f32[row, n], -inf where a lane has fewer, and a bound of
     the other logits of the row, f32[row]. Lane i has the logits i, i + LANES, i + 2 * LANES, …
 
-    The largest logits of a row are in many lanes, so that the candidates hold several hundred of them, at nine maxima
-    and minima of a logit for eight that a lane keeps. The bound says what they do not hold.
+    The largest logits of a row are in many lanes, so that the candidates hold several hundred of them. Where a lane
+    keeps eight, each of its logits takes part in nine maxima and minima. The bound says what they do not hold.
     """
     rows, num = logits.shape
     depth = min(max(_power_of_2(2 * _MAX_DEPTH // parts), _MIN_DEPTH), _MAX_DEPTH)
