@@ -1,6 +1,7 @@
 """Columns of the residual stream on a ring of devices, which are emulated by `vmap` here; tests/engine/test_mesh.py has
 devices."""
 
+import dataclasses
 import functools
 import json
 import re
@@ -13,7 +14,7 @@ import pytest
 from haliax import Axis, NamedArray
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
-from levanter_infer.axes import DATA, EMBED, MODEL, POSITION
+from levanter_infer.axes import DATA, MODEL, POSITION
 from levanter_infer.kernels.xla.backend import XlaBackend
 from levanter_infer.layers.attention import AttentionInputs
 from levanter_infer.layers.collective_matmul import gathered, scattered
@@ -21,7 +22,7 @@ from levanter_infer.layers.layout import MESH_AXES, Layout
 from levanter_infer.layers.shard_axis import ShardAxis
 from levanter_infer.models.decoder import PLAIN
 from levanter_infer.models.mixing import mixer_of
-from levanter_infer.models.ring import columns_of, ring_of, with_ring
+from levanter_infer.models.ring import columns_of, ring_of, squares_of, with_ring
 from tests.tiers import nightly_but
 from tests.tiny_models import tiny_model
 
@@ -64,10 +65,11 @@ def layer_on_devices(model, x: NamedArray, ring: ShardAxis) -> jax.Array:
         sizes = [tuple(a.resize(n) for a, n in zip(leaf.axes, array.shape, strict=True))
                  for leaf, array in zip(leaves, arrays, strict=True)]  # fmt: skip
         own = [NamedArray(*pair) for pair in zip(arrays, sizes, strict=True)]
-        layer = with_ring(jax.tree.unflatten(structure, own).at(jnp.int32(0), jnp.int32(ROWS)), ring)
+        own_x = columns_of((Axis(POSITION, x.shape[0]), model.embed), ring.own(x, 1))
+        layer = jax.tree.unflatten(structure, own).at(jnp.int32(0), jnp.int32(ROWS))
+        layer = with_ring(layer, ring, squares_of(own_x, ring))
         attend = functools.partial(layer.attention.dense, inputs=AttentionInputs(block.mixer, None, PLAIN))
-        inner = NamedArray(x, (Axis(POSITION, x.shape[0]), model.embed))
-        result, _ = layer(columns_of(inner, ring.own(x, 1)), block, mixer_of(block, [attend], layer.some_map))
+        result, _ = layer(own_x, block, mixer_of(block, [attend], layer.some_map))
         return ring.all_gather(result.array, 1)
 
     compute = jax.vmap(of_device, in_axes=(0, None), axis_name=MODEL)
@@ -80,7 +82,7 @@ def test_a_layer_on_a_ring_gives_the_same(changes):
     keys = iter(jax.random.split(jax.random.key(3), 99))
     model = jax.tree.map(lambda leaf: leaf + 0.1 * jax.random.normal(next(keys), leaf.shape, leaf.dtype), model)
     x = hax.random.normal(jax.random.key(1), (Axis(POSITION, ROWS), model.embed))
-    assert ring_of(model.config, Ring(), AXIS, x) == AXIS
+    assert ring_of(model.config, Ring(), AXIS, ROWS, x.dtype) == AXIS
     everywhere, on_ring = (layer_on_devices(model, x, ring) for ring in (ShardAxis(), AXIS))
     assert not np.allclose(everywhere[0], x.array, atol=0.1)
     for device in on_ring:
@@ -99,11 +101,23 @@ def test_matmuls_beside_transfers_are_those_of_all_columns(parts, backend):
     normed = x / np.sqrt((x * x).mean(1, keepdims=True) + 1e-5) * norm
     for found, weight in zip(inner(columns), weights, strict=True):
         np.testing.assert_allclose(found, np.broadcast_to(normed @ weight.T, found.shape), rtol=1e-4, atol=1e-4)
+    squares = jnp.sum(columns * columns, axis=2)
+    told = jax.vmap(lambda own, squares: gathered(own, weights, [3, 6], (norm, 1e-5), ring, backend, squares=squares),
+                    axis_name=MODEL)(columns, 4 * squares)  # fmt: skip
+    for found, half in zip(inner(columns), told, strict=True):
+        np.testing.assert_allclose(half, found / 2, rtol=1e-4, atol=1e-4)
     back = jnp.asarray(rng.normal(size=(parts, 4 * parts, 3)), jnp.float32)
     inputs = jnp.asarray(rng.normal(size=(parts, 5, 3)), jnp.float32)
     summed = jax.vmap(lambda x, weight: scattered(x, weight, ring, backend), axis_name=MODEL)(inputs, back)
     expected = np.einsum("dri,doi->ro", inputs, back)
     np.testing.assert_allclose(np.concatenate(list(summed), 1), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_device_has_its_columns_of_a_sum():
+    values = jax.random.normal(jax.random.key(0), (4, 5, 8))
+    found = jax.vmap(lambda own: ShardAxis(MODEL, 4).own_sum(own, 1), axis_name=MODEL)(values)
+    np.testing.assert_allclose(np.concatenate(list(found), 1), np.sum(values, 0), rtol=1e-5, atol=1e-5)
+    np.testing.assert_array_equal(ShardAxis().own_sum(values[0], 1), values[0])
 
 
 def shifts(by: int):
@@ -148,17 +162,16 @@ class Apart(Ring):
     ids=["batch_invariant", "one device", "backend", "experts", "norms of results"],
 )
 def test_there_is_no_ring(changes, axis, backend):
-    x = hax.zeros((Axis(POSITION, ROWS), tiny_model(**changes).embed))
-    assert ring_of(tiny_model(**changes).config, backend, axis, x) == ShardAxis()
+    assert ring_of(tiny_model(**changes).config, backend, axis, ROWS, jnp.dtype(jnp.float32)) == ShardAxis()
 
 
 def test_small_transfers_are_not_worth_it(monkeypatch):
     monkeypatch.setattr(Ring, "ring_bytes", 2**18)
-    config, axis = tiny_model().config, ShardAxis(MODEL, 4)
+    axis = ShardAxis(MODEL, 4)
 
     def has_ring(rows: int, width: int) -> bool:
-        x = hax.zeros((Axis(POSITION, rows), Axis(EMBED, width)), jnp.bfloat16)
-        return ring_of(config, Ring(), axis, x) == axis
+        config = dataclasses.replace(tiny_model().config, hidden_size=width)
+        return ring_of(config, Ring(), axis, rows, jnp.dtype(jnp.bfloat16)) == axis
 
     shapes = [(64, 4096), (128, 4096), (256, 4096), (256, 4096 + 512), (512, 8192), (2**15, 32)]
     assert [shape for shape in shapes if has_ring(*shape)] == [(128, 4096), (256, 4096), (512, 8192)]

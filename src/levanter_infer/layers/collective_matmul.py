@@ -28,6 +28,8 @@ def gathered(
     norm: tuple[Array, float] | None,
     ring: ShardAxis,
     backend: Backend,
+    *,
+    squares: Array | None = None,
 ) -> list[Array]:
     """`norm(all columns of x) · weightᵀ` for each of several weights, f32[row, out].
 
@@ -35,6 +37,7 @@ def gathered(
         x: [row, in / parts], this device's columns.
         weights: [out, in]; with more axes XLA copies a part of the inputs, instead of reading it in the matmul.
         norm: factors f32[in] and epsilon of an RMSNorm; None: there is none.
+        squares: `sums_of_squares(x)`, if they are known.
     """
     size = x.shape[1]
     totals: list[Array] = []
@@ -66,15 +69,23 @@ def gathered(
             add(part[1], _at(here, distance, ring))
     if norm is None:
         return totals
-    scale = jax.lax.rsqrt(_sum_of_squares(x, ring) / jnp.float32(size * ring.parts) + jnp.float32(norm[1]))[:, None]
+    total = _around(sums_of_squares(x) if squares is None else squares, ring)
+    scale = jax.lax.rsqrt(total / jnp.float32(size * ring.parts) + jnp.float32(norm[1]))[:, None]
     return [total * scale for total in totals]
 
 
-def _sum_of_squares(x: Array, ring: ShardAxis) -> Array:
-    """f32[row], over the columns of all devices. Each device adds up its own columns, and the sums go around: they are
-    needed after the matmuls, which hide these transfers."""
+def sums_of_squares(x: Array) -> Array:
+    """f32[row], over this device's columns.
+
+    XLA computes them in the addition that gives `x`, if both are in the same iteration of the loop over layers.
+    """
     wide = x.astype(jnp.float32)
-    total = up = down = jnp.sum(wide * wide, axis=1)
+    return jnp.sum(wide * wide, axis=1)
+
+
+def _around(own: Array, ring: ShardAxis) -> Array:
+    """f32[row], the sum over all devices. It is needed after the matmuls, which hide these transfers."""
+    total = up = down = own
     for distance in range(1, ring.parts // 2 + 1):
         up = ring.shifted(up, 1)
         total = total + up

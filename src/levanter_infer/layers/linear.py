@@ -337,7 +337,10 @@ def _apply_on_ring(x: NamedArray, maps: Sequence[Linear], dtype, around: Fusion)
     if first.shard_axis.parts == 1:
         assert around.gate is None and around.residual is None, "only a map to the residual stream has these"
         num_outs = [math.prod(axis.size for axis in part.outs) for part in maps]
-        arrays = collective_matmul.gathered(x.array, weights, num_outs, _factors(around.norm), ring, first.backend)
+        norm = around.norm
+        arrays = collective_matmul.gathered(
+            x.array, weights, num_outs, _factors(norm), ring, first.backend, squares=norm and norm.squares
+        )
         outs, bias = [part.outs for part in maps], [part.bias for part in maps]
     else:
         assert len(maps) == 1 and first.num_out == 1 and around.norm is None, "one map to the residual stream"

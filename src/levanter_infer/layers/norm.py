@@ -72,6 +72,9 @@ class RMSNorm(eqx.Module):
     """Numbers whose squares are averaged, in all shards; None: those of the normed axes."""
     over: tuple[str, ...] | None = eqx.field(static=True, default=None)
     """Names of the axes over which `x` is normed; None: those of the weight."""
+    squares: Array | None = None
+    """f32[row], sums of the squares of this device's columns of `x`, for the matmuls of a ring
+    (`collective_matmul.gathered`); None: not known. The norm itself does not read them."""
 
     @staticmethod
     def init(

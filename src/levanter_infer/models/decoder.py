@@ -60,7 +60,7 @@ from levanter_infer.models.blocks import Block, Mixer, Placement, Stack
 from levanter_infer.models.config import DecoderConfig
 from levanter_infer.models.mixing import mixer_of, with_convolution
 from levanter_infer.models.periods import Body, Group
-from levanter_infer.models.ring import columns_of, ring_of, with_ring
+from levanter_infer.models.ring import columns_of, ring_of, squares_of, with_ring
 
 PLAIN = AttentionSpec()
 """Attention as the model alone defines it."""
@@ -490,11 +490,11 @@ class DecoderModel(eqx.Module):
                 parts, indices = zip(*map(place, body.starts), strict=True)
                 return parts[0], _index(indices, trip, further)
 
-            x, cache, chosen = carry
+            x, squares, cache, chosen = carry
             seen, pools, mixers, convolve = list[Array](), [], [], None
             on_choice, block = None if chosen is None else seen.append, body.item
             stack, index = at(self.config.stored_at)
-            layer = with_ring(self.stacks[stack].at(index, num_tokens), ring)
+            layer = with_ring(self.stacks[stack].at(index, num_tokens), ring, squares)
             if layer.convs is not None:
                 slots, number = at(functools.partial(self.config.remembered_at, is_paged=False))
                 state = cache.pools[slots]
@@ -532,20 +532,20 @@ class DecoderModel(eqx.Module):
             if chosen is not None and isinstance(block.feed_forward, ExpertsBlock):
                 numbers = [self.config.expert_layers.index(layer) for layer in body.starts]
                 chosen = chosen.at[_index(numbers, trip, further)].set(seen.pop())
-            return x, cache, chosen
+            return x, squares_of(x, ring), cache, chosen
 
-        x = self._embed(batch.tokens, batch.positions, num_tokens)
+        ring = ring_of(self.config, self.backend, self.shard_axis, batch.tokens.array.shape[0], self.activation_dtype)
+        x = self._embed(batch.tokens, batch.positions, num_tokens, ring)
         own_inputs = self._layer_inputs(batch.tokens, x, num_tokens)
-        ring = ring_of(self.config, self.backend, self.shard_axis, x)
-        carry = columns_of(x, ring.own(x.array, 1)), cache, chosen
+        carry = x, squares_of(x, ring), cache, chosen
         for group in self.config.groups:
             trip = functools.partial(run, group)
             if group.trips > 1:
                 carry = jax.lax.fori_loop(0, group.trips, trip, carry)
             else:  # of an index that XLA knows it would copy the layer's weights, once and for all steps
                 carry = trip(jnp.minimum(num_tokens, 0), carry)
-        x, cache, chosen = carry
-        return columns_of(x, ring.all_gather(x.array, 1)), cache, chosen
+        x, _, cache, chosen = carry
+        return columns_of(x.axes, ring.all_gather(x.array, 1)), cache, chosen
 
     def logits(self, hidden: NamedArray, num_rows: Array | None = None) -> NamedArray:
         """Final norm and head.
@@ -573,9 +573,10 @@ class DecoderModel(eqx.Module):
             logits = head.by_rows(scaled, logits)
         return NamedArray(self.vocab.without_padding(logits.array), logits.axes)
 
-    def _take_rows(self, table: Linear, tokens: NamedArray) -> Array:
-        """Rows of a table of the vocabulary, [..., in], in the dtype of the residual stream."""
-        rows = self.shard_axis.sum(table.take_rows(self.vocab.local(tokens.array), self.dtype))
+    def _take_rows(self, table: Linear, tokens: NamedArray, ring: ShardAxis = REPLICATED) -> Array:
+        """Rows of a table of the vocabulary, [..., in], as the residual stream; on a ring this device's columns."""
+        rows = table.take_rows(self.vocab.local(tokens.array), self.dtype)
+        rows = self.shard_axis.sum(rows) if ring.parts == 1 else ring.own_sum(rows, 1)
         return rows.astype(self.activation_dtype)
 
     def _layer_inputs(self, tokens: NamedArray, embedded: NamedArray, num_rows: Array | None) -> NamedArray | None:
@@ -584,17 +585,22 @@ class DecoderModel(eqx.Module):
             return None
         return self.layer_inputs(embedded, lambda table: self._take_rows(table, tokens), num_rows)
 
-    def _embed(self, tokens: NamedArray, positions: NamedArray, num_rows: Array | None) -> NamedArray:
+    def _embed(
+        self, tokens: NamedArray, positions: NamedArray, num_rows: Array | None, ring: ShardAxis = REPLICATED
+    ) -> NamedArray:
+        """[..., embed]; on a ring this device's columns."""
         rows = functools.partial(by_rows, self.backend, num_rows)
-        embedded = NamedArray(self._take_rows(self.embeddings, tokens), (*tokens.axes, self.embed))
+        axes, norm, learnt = (*tokens.axes, self.embed), self.embedding_norm, self.position_embeddings
+        summed = ring if norm is None and learnt is None else REPLICATED  # these need all columns
+        embedded = columns_of(axes, self._take_rows(self.embeddings, tokens, summed))
         if self.config.embedding_multiplier != 1:
             factor = jnp.asarray(self.config.embedding_multiplier, self.dtype).astype(embedded.dtype)
             embedded = rows(lambda embedded: embedded * factor, embedded)
-        if self.position_embeddings is not None:
-            learnt = self.position_embeddings.take_rows(positions.array, self.dtype).astype(embedded.dtype)
-            embedded = embedded + NamedArray(learnt, (*positions.axes, self.embed))
-        norm = self.embedding_norm
-        return embedded if norm is None else norm.at(None, num_rows).by_rows(embedded, rows)
+        if learnt is not None:
+            embedded += NamedArray(learnt.take_rows(positions.array, self.dtype).astype(embedded.dtype), axes)
+        if norm is not None:
+            embedded = norm.at(None, num_rows).by_rows(embedded, rows)
+        return embedded if summed == ring else columns_of(axes, ring.own(embedded.array, 1))
 
     def _inputs(
         self, positions: NamedArray, spec: AttentionSpec, rope_len: int, num_rows: Array | None

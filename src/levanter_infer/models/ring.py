@@ -6,9 +6,10 @@ from typing import TypeVar
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from haliax import NamedArray
+from haliax import Axis, NamedArray
 
 from levanter_infer.kernels.backend import Backend
+from levanter_infer.layers import collective_matmul
 from levanter_infer.layers.attention import AttentionBlock
 from levanter_infer.layers.linear import Linear
 from levanter_infer.layers.mlp import DenseBlock
@@ -21,24 +22,23 @@ _LANES = 128
 """Columns of a tile on TPUs."""
 
 
-def ring_of(config: DecoderConfig, backend: Backend, shard_axis: ShardAxis, x: NamedArray) -> ShardAxis:
+def ring_of(config: DecoderConfig, backend: Backend, shard_axis: ShardAxis, rows: int, dtype: jnp.dtype) -> ShardAxis:
     """The axis over whose devices a step has the columns of its residual stream; `REPLICATED`: every device has all.
 
     Args:
         backend: of the matmuls.
         shard_axis: the tensor-parallel axis.
-        x: [row, embed], the residual stream.
+        rows, dtype: of the residual stream.
     """
-    rows, width = x.array.shape
     if shard_axis.parts == 1 or backend.ring_bytes is None or not all(map(_is_plain, config.blocks)):
         return REPLICATED
     if backend.rows_apart:  # sums have the order that this mode gives them
         return REPLICATED
-    if x.dtype == jnp.float16:  # a norm follows the matmul, whose inputs may be too large for it
+    if dtype == jnp.float16:  # a norm follows the matmul, whose inputs may be too large for it
         return REPLICATED
-    size, rest = divmod(width, shard_axis.parts)
+    size, rest = divmod(config.hidden_size, shard_axis.parts)
     least = min(backend.ring_bytes, 2 * _LANES)  # transfers of half a device's columns are whole tiles
-    if rest or size % 2 or size % least or rows * size * x.dtype.itemsize < backend.ring_bytes:
+    if rest or size % 2 or size % least or rows * size * dtype.itemsize < backend.ring_bytes:
         return REPLICATED
     return shard_axis
 
@@ -55,10 +55,21 @@ def _is_plain(block: Block) -> bool:
     )
 
 
-def with_ring(layer: LayerT, ring: ShardAxis) -> LayerT:
-    """The layer, of the columns of this device. Args: ring: as in `ring_of`."""
+def squares_of(x: NamedArray, ring: ShardAxis) -> jax.Array | None:
+    """What the next layer's first norm wants to know of its input; None where there is no ring."""
+    return None if ring.parts == 1 else collective_matmul.sums_of_squares(x.array)
+
+
+def with_ring(layer: LayerT, ring: ShardAxis, squares: jax.Array | None) -> LayerT:
+    """The layer, of the columns of this device.
+
+    Args:
+        ring: as in `ring_of`.
+        squares: `squares_of` the layer's input.
+    """
     if ring.parts == 1:
         return layer
+    layer = eqx.tree_at(lambda layer: layer.input_norm.squares, layer, squares, is_leaf=lambda part: part is None)
 
     def on_ring(part):
         return dataclasses.replace(part, ring=ring) if isinstance(part, Linear) else part
@@ -66,6 +77,6 @@ def with_ring(layer: LayerT, ring: ShardAxis) -> LayerT:
     return jax.tree.map(on_ring, layer, is_leaf=lambda part: isinstance(part, Linear))
 
 
-def columns_of(x: NamedArray, array: jax.Array) -> NamedArray:
-    """An array with the axes of `x` except for the number of its columns."""
-    return NamedArray(array, (*x.axes[:-1], x.axes[-1].resize(array.shape[-1])))
+def columns_of(axes: tuple[Axis, ...], array: jax.Array) -> NamedArray:
+    """An array with these axes except for the size of the last."""
+    return NamedArray(array, (*axes[:-1], axes[-1].resize(array.shape[-1])))
