@@ -81,21 +81,18 @@ def _put(scalars: _Scalars, _, table, scratch: _Scratch) -> None:
 
     def each(act) -> None:
         def one(i, carry):
-            place = scalars.places[i]
-            pl.when(place >= 0)(lambda: act(i, place))
+            act(i, scalars.places[i])
             return carry
 
         jax.lax.fori_loop(0, scalars.places.shape[0], one, 0, unroll=8)
 
     def read(i, place):
-        return pltpu.make_async_copy(table.at[place], scratch.words.at[i], scratch.in_sem)
-
-    def store(i, place):
-        return pltpu.make_async_copy(scratch.words.at[i], table.at[place], scratch.out_sem)
+        pl.when(place >= 0)(pltpu.make_async_copy(table.at[place], scratch.words.at[i], scratch.in_sem).start)
 
     def change(i, place):
+        # Also of absent values, so that no branch is taken for a copy alone.
         scratch.words[i] = jnp.where(lane == scalars.lanes[i], scalars.values[i], scratch.words[i])
-        store(i, place).start()
+        pl.when(place >= 0)(pltpu.make_async_copy(scratch.words.at[i], table.at[place], scratch.out_sem).start)
 
     def wait(sem) -> None:
         """Wait for all copies: the size of a copy is not data, so for 1, 2, 4, … of them."""
@@ -103,7 +100,7 @@ def _put(scalars: _Scalars, _, table, scratch: _Scratch) -> None:
             words = scratch.words.at[pl.ds(0, 1 << bit)]
             pl.when((scalars.count[0] >> bit) & 1 == 1)(pltpu.make_async_copy(words, words, sem).wait)
 
-    each(lambda i, place: read(i, place).start())
+    each(read)
     wait(scratch.in_sem)
     each(change)
     wait(scratch.out_sem)
