@@ -6,6 +6,7 @@ import haliax as hax
 import jax
 import numpy as np
 import pytest
+from haliax import Axis
 from safetensors.numpy import load_file, save_file
 
 from levanter_infer.axes import POSITION
@@ -148,3 +149,11 @@ def test_scalars_with_one_axis_are_read_as_levanter_exports_them(tmp_path):
     save_file(tensors | {name: value.reshape(1, 1) for name, value in scalars.items()}, path)
     with pytest.raises(ValueError, match=r"has shape \[1, 1\], config.json expects \[\]"):
         load_model(path.parent)
+
+
+def test_learnt_positions_are_those_of_every_sequence_of_a_batch():
+    model = DecoderModel.init(parse("gpt2"), key=jax.random.key(0))
+    tokens = hax.random.randint(jax.random.key(1), (Axis("batch", 2), Axis(POSITION, 4)), 0, 60)
+    together = model(tokens).array
+    for number in range(2):
+        np.testing.assert_allclose(together[number], model(tokens["batch", number]).array, rtol=1e-4, atol=1e-5)

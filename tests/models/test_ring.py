@@ -102,9 +102,9 @@ def test_matmuls_beside_transfers_are_those_of_all_columns(parts, backend):
     for found, weight in zip(inner(columns), weights, strict=True):
         np.testing.assert_allclose(found, np.broadcast_to(normed @ weight.T, found.shape), rtol=1e-4, atol=1e-4)
     squares = jnp.sum(columns * columns, axis=2)
-    told = jax.vmap(lambda own, squares: gathered(own, weights, [3, 6], (norm, 1e-5), ring, backend, squares=squares),
+    given = jax.vmap(lambda own, squares: gathered(own, weights, [3, 6], (norm, 1e-5), ring, backend, squares=squares),
                     axis_name=MODEL)(columns, 4 * squares)  # fmt: skip
-    for found, half in zip(inner(columns), told, strict=True):
+    for found, half in zip(inner(columns), given, strict=True):
         np.testing.assert_allclose(half, found / 2, rtol=1e-4, atol=1e-4)
     back = jnp.asarray(rng.normal(size=(parts, 4 * parts, 3)), jnp.float32)
     inputs = jnp.asarray(rng.normal(size=(parts, 5, 3)), jnp.float32)

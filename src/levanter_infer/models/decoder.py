@@ -585,22 +585,21 @@ class DecoderModel(eqx.Module):
             return None
         return self.layer_inputs(embedded, lambda table: self._take_rows(table, tokens), num_rows)
 
-    def _embed(
-        self, tokens: NamedArray, positions: NamedArray, num_rows: Array | None, ring: ShardAxis = REPLICATED
-    ) -> NamedArray:
+    def _embed(self, tokens: NamedArray, positions: NamedArray, num_rows: Array | None, ring=REPLICATED) -> NamedArray:
         """[..., embed]; on a ring this device's columns."""
         rows = functools.partial(by_rows, self.backend, num_rows)
-        axes, norm, learnt = (*tokens.axes, self.embed), self.embedding_norm, self.position_embeddings
+        norm, learnt = self.embedding_norm, self.position_embeddings
         summed = ring if norm is None and learnt is None else REPLICATED  # these need all columns
-        embedded = columns_of(axes, self._take_rows(self.embeddings, tokens, summed))
+        embedded = columns_of((*tokens.axes, self.embed), self._take_rows(self.embeddings, tokens, summed))
         if self.config.embedding_multiplier != 1:
             factor = jnp.asarray(self.config.embedding_multiplier, self.dtype).astype(embedded.dtype)
             embedded = rows(lambda embedded: embedded * factor, embedded)
         if learnt is not None:
-            embedded += NamedArray(learnt.take_rows(positions.array, self.dtype).astype(embedded.dtype), axes)
+            added = learnt.take_rows(positions.array, self.dtype).astype(embedded.dtype)
+            embedded = embedded + NamedArray(added, (*positions.axes, self.embed))
         if norm is not None:
             embedded = norm.at(None, num_rows).by_rows(embedded, rows)
-        return embedded if summed == ring else columns_of(axes, ring.own(embedded.array, 1))
+        return embedded if summed == ring else columns_of(embedded.axes, ring.own(embedded.array, 1))
 
     def _inputs(
         self, positions: NamedArray, spec: AttentionSpec, rope_len: int, num_rows: Array | None
