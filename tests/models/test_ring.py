@@ -18,8 +18,10 @@ from levanter_infer.axes import DATA, MODEL, POSITION
 from levanter_infer.kernels.xla.backend import XlaBackend
 from levanter_infer.layers.attention import AttentionInputs
 from levanter_infer.layers.collective_matmul import gathered, scattered
+from levanter_infer.layers.gated_norm import init_norm
 from levanter_infer.layers.layout import MESH_AXES, Layout
-from levanter_infer.layers.shard_axis import ShardAxis
+from levanter_infer.layers.linear import Linear
+from levanter_infer.layers.shard_axis import ShardAxis, Vocabulary
 from levanter_infer.models.decoder import PLAIN
 from levanter_infer.models.mixing import mixer_of
 from levanter_infer.models.ring import columns_of, ring_of, squares_of, with_ring
@@ -111,6 +113,35 @@ def test_matmuls_beside_transfers_are_those_of_all_columns(parts, backend):
     summed = jax.vmap(lambda x, weight: scattered(x, weight, ring, backend), axis_name=MODEL)(inputs, back)
     expected = np.einsum("dri,doi->ro", inputs, back)
     np.testing.assert_allclose(np.concatenate(list(summed), 1), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("further", ["nothing", "norm", "positions"])
+@pytest.mark.parametrize("changes", [{}, PLUS_ONE], ids=["plain", "multiplier"])
+def test_a_device_has_its_columns_of_the_embeddings(changes, further):
+    model = tiny_model(**changes)
+    embed = model.embed
+    if further == "norm":
+        norm = init_norm((), embed, model.config.norm, key=jax.random.key(5), dtype=jnp.float32)
+        model = dataclasses.replace(model, embedding_norm=norm)
+    if further == "positions":
+        weight = hax.random.normal(jax.random.key(6), (Axis("learnt", ROWS), embed))
+        table = Linear(weight=weight, bias=None, num_in=1, backend=model.embeddings.backend)
+        model = dataclasses.replace(model, position_embeddings=table)
+    positions = hax.arange(Axis(POSITION, ROWS), dtype=jnp.int32)
+    tokens = positions * (model.config.vocab_size // ROWS)
+    expected = model._embed(tokens, positions, None).array
+
+    def of_device(rows: jax.Array) -> jax.Array:
+        weight = NamedArray(rows, (Axis("vocab", rows.shape[0]), embed))
+        own = dataclasses.replace(
+            model, embeddings=dataclasses.replace(model.embeddings, weight=weight), shard_axis=AXIS
+        )
+        return own._embed(tokens, positions, None, AXIS).array
+
+    size = Vocabulary(model.config.vocab_size, AXIS).padded_size
+    table = jnp.pad(model.embeddings.weight.array, ((0, size - model.config.vocab_size), (0, 0)))
+    found = jax.vmap(of_device, axis_name=MODEL)(table.reshape(PARTS, -1, embed.size))
+    np.testing.assert_allclose(np.concatenate(list(found), 1), expected, rtol=1e-6, atol=1e-6)
 
 
 def test_a_device_has_its_columns_of_a_sum():

@@ -56,7 +56,7 @@ def _is_plain(block: Block) -> bool:
 
 
 def squares_of(x: NamedArray, ring: ShardAxis) -> jax.Array | None:
-    """What the next layer's first norm wants to know of its input; None where there is no ring."""
+    """Sums of squares f32[row] of a layer's input, for its first norm; None where there is no ring."""
     return None if ring.parts == 1 else collective_matmul.sums_of_squares(x.array)
 
 
