@@ -27,6 +27,7 @@ from levanter_infer.engine.config import EngineConfig
 from levanter_infer.engine.engine import InferenceEngine
 from levanter_infer.engine.params import SamplingParams, brief, check_names
 from levanter_infer.engine.request import Request, RequestOutput
+from levanter_infer.engine.text import IncrementalDecoder
 
 _SCORE = SamplingParams(max_tokens=0, temperature=0.0, prompt_logprobs=1)
 _LOAD = ("model", "revision", "dtype", "tokenizer", "seed", "max_gen_toks")
@@ -212,7 +213,8 @@ class EngineLM(TemplateLM):
             done = output.completions[0]
             text = done.text
             if isinstance(done.stop_reason, tuple):
-                text = self._tokenizer.decode(done.token_ids[: -len(done.stop_reason)])
+                decoder = IncrementalDecoder(self._tokenizer, prompt=output.prompt_token_ids)
+                text = "".join(map(decoder.push, done.token_ids[: -len(done.stop_reason)])) + decoder.flush()
             texts[i] = postprocess_generated_text(text or "", untils[i], None)
             self.cache_hook.add_partial("generate_until", requests[i].args, texts[i])
         return texts

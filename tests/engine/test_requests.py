@@ -74,6 +74,20 @@ def test_prompts_of_all_kinds_give_what_requests_give(engine, tokenizer):
     assert engine.generate([]) == []
 
 
+def test_a_completion_begins_with_the_space_of_its_first_word(tmp_path):
+    files = tokenizer_files.write(tmp_path, tokenizer_files.llama2(), tokenizer_config={"eos_token": "</s>"})
+    tokenizer = Tokenizer.from_directory(files)
+    word = tokenizer.encode("hello", add_special_tokens=False)
+    assert len(word) == 1 and tokenizer.decode(word) == "hello"
+    sizes = dict(max_seqs=2, max_seq_len=32, page_size=4)
+    engine = InferenceEngine(tiny_model(vocab_size=tokenizer.vocab_size), tokenizer, EngineConfig(**sizes))
+    sampling = SamplingParams(max_tokens=2, temperature=0.0, allowed_token_ids=word)
+    for prompt, text in (("hello", " hello hello"), (word, " hello hello"), ([1], "hello hello")):
+        (output,) = engine.generate([prompt], sampling)
+        assert output.completions[0].text == text
+    assert tokenizer.decode(output.prompt_token_ids + output.completions[0].token_ids) == text
+
+
 def test_sampling_of_the_call_is_for_prompts_that_bring_none(engine):
     own = SamplingParams(max_tokens=5, temperature=0.0)
     prompts = [Request("a", sampling=own), Request("a"), "a"]

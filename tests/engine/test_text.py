@@ -27,6 +27,23 @@ def test_byte_fallback_pieces_join_to_decode(byte_fallback, text):
     assert "".join(pieces_of(byte_fallback, ids)) == byte_fallback.decode(ids) == text
 
 
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_after_a_prompt_pieces_are_what_the_whole_adds_to_it(byte_fallback, data):
+    ids = byte_fallback.encode(data.draw(st.text(alphabet="ab é☃猫 hello world!. ", min_size=1, max_size=30)))
+    texts = [byte_fallback.decode(ids[:end]) for end in range(len(ids) + 1)]
+    whole = [end for end, text in enumerate(texts) if "�" not in text]
+    end = data.draw(st.sampled_from(whole))
+    decoder = IncrementalDecoder(byte_fallback, prompt=[1, *ids[:end], 2, byte_fallback.vocab_size])
+    assert texts[end] + "".join(map(decoder.push, ids[end:])) + decoder.flush() == texts[-1]
+
+
+def test_a_prompt_that_ends_within_a_character_leaves_what_follows_alone(byte_fallback):
+    first, second = byte_fallback.encode("ü")[-2:]
+    decoder = IncrementalDecoder(byte_fallback, prompt=[first])
+    assert [decoder.push(first), decoder.push(second), decoder.flush()] == ["", "ü", ""]
+
+
 def test_characters_are_given_out_with_their_last_byte(byte_level):
     ids = byte_level.encode("é🙂", add_special_tokens=False)
     pieces = pieces_of(byte_level, ids)

@@ -48,8 +48,9 @@ _TARGET = re.compile(r'custom_call_target="levanter_infer_(\w+)"')
 _FIRST_OPERAND = re.compile(r"custom-call\(%([\w.\-]+)")
 _AROUND = {"while", "conditional", "call"}
 """Operations that only run others."""
-_LINE = "XLAEigen"
-"""Part of the name of the profile's lines for the threads that run a program."""
+_LINES = ("XLAEigen", "XLAPjRtCpuClient")
+"""Parts of the names of the profile's lines for the threads that run a program: those of XLA's pool, and JAX's own,
+which runs what it would otherwise wait for."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -173,7 +174,7 @@ def _traced(call: Callable[[], float]) -> tuple[float, list[tuple[str, float]]]:
             seconds = call()
         (file,) = Path(folder).rglob("*.xplane.pb")
         lines = [line for plane in ProfileData.from_file(str(file)).planes for line in plane.lines]
-        found = [line for line in lines if _LINE in (line.name or "")]
+        found = [line for line in lines if any(name in (line.name or "") for name in _LINES)]
         return seconds, [(event.name, event.duration_ns / 1e6) for line in found for event in line.events]
 
 

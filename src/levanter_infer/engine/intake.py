@@ -112,7 +112,7 @@ class Intake:
             guide = constraint.guide and constraint.guide.copy()
             sample = SampleState(request=state, index=index, guide=guide)
             if self._tokenizer is not None:
-                sample.decoder = IncrementalDecoder(self._tokenizer, hidden)
+                sample.decoder = IncrementalDecoder(self._tokenizer, hidden, ids)
                 if params.stop:
                     sample.matcher = StopMatcher(params.stop, min_tokens=params.min_tokens)
             state.sequences.append(sample)

@@ -121,7 +121,8 @@ class Completion:
     """Sample index, below the request's `n`."""
     token_ids: list[int]
     text: str | None
-    """Decoded tokens without special ones, cut before a stop string; None in an engine without a tokenizer."""
+    """What the tokens, without special ones, add to the text of the prompt, cut before a stop string; None in an engine
+    without a tokenizer."""
     finish_reason: str
     """"stop", "length", "abort" or "error"."""
     logprobs: np.ndarray

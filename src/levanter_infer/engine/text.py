@@ -3,6 +3,7 @@
 import codecs
 import copy
 import functools
+import itertools
 from collections.abc import Container, Sequence
 
 from levanter_infer.checkpoints.tokenizer import Tokenizer
@@ -15,6 +16,9 @@ _MAX_HELD = 4
 class IncrementalDecoder:
     """Text of a sequence, token by token, in pieces that together are `tokenizer.decode` of all its tokens.
 
+    After a prompt they are what the tokens add to the text of the prompt: decoders of SentencePiece vocabularies remove
+    the space at the beginning of a text, and this one is not removed from the first word after the prompt.
+
     Bytes of an unfinished character are held back. Special tokens, and ids of a padded vocabulary that no token has,
     give no text. Each token costs the same however long the sequence is.
 
@@ -23,12 +27,13 @@ class IncrementalDecoder:
 
     Args:
         hidden: special tokens without text; the others have theirs. None: all of them.
+        prompt: tokens before the sequence.
     """
 
-    def __init__(self, tokenizer: Tokenizer, hidden: Container[int] | None = None):
+    def __init__(self, tokenizer: Tokenizer, hidden: Container[int] | None = None, prompt: Sequence[int] = ()):
         self._tokenizer, self._hidden = tokenizer, hidden
         self._bytes = codecs.getincrementaldecoder("utf-8")("replace") if tokenizer.is_byte_level else None
-        self._given: list[int] = []
+        self._given = _last_of_text(tokenizer, prompt) if self._bytes is None else []
         self._held: list[int] = []
 
     def push(self, token_id: int) -> str:
@@ -68,6 +73,17 @@ class IncrementalDecoder:
         before = self._tokenizer.decode(self._given)
         text = self._tokenizer.decode(self._given + self._held)
         return text[len(before) :] if text.startswith(before) else self._tokenizer.decode(self._held)
+
+
+def _last_of_text(tokenizer: Tokenizer, tokens: Sequence[int]) -> list[int]:
+    """The last tokens that have text, as many as end with a whole character; none if a character is not finished."""
+    with_text = (i for i in reversed(tokens) if 0 <= i < tokenizer.vocab_size and not tokenizer.is_special(i))
+    last: list[int] = []
+    for token in itertools.islice(with_text, _MAX_HELD):
+        last.insert(0, token)
+        if _REPLACEMENT not in tokenizer.decode(last):
+            return last
+    return []
 
 
 class StopMatcher:
