@@ -142,6 +142,22 @@ def test_file_that_cannot_be_read_stops_the_run(tmp_path):
         read(tmp_path, "\n\n")
 
 
+def test_files_may_be_given_as_local_urls(tmp_path):
+    (tmp_path / "my rows.txt").write_text("a\n")
+    (row,) = read_rows(config_of(prompts_file=f"file://{tmp_path}/my rows.txt"))
+    assert row.request is not None and row.request.prompt == "a"
+    write_all(f"file://{tmp_path}/out.jsonl", [{"a": 1}])
+    assert (tmp_path / "out.jsonl").read_text() == '{"a": 1}\n'
+
+
+@pytest.mark.parametrize("url", ["gs://bucket/rows.jsonl", "file://host/rows.jsonl", "https://example.org/rows.jsonl"])
+def test_files_that_are_not_local_are_refused(url):
+    with pytest.raises(ValueError, match=f"prompts_file {url}: expected a local file.*levanter_infer.batch"):
+        read_rows(config_of(prompts_file=url))
+    with pytest.raises(ValueError, match=f"output {url}: expected a local file"):
+        RowWriter(url)
+
+
 def test_row_that_json_cannot_hold_is_an_error_and_the_others_are_written(tmp_path):
     path = tmp_path / "out.jsonl"
     write_all(path, [{"id": "a", "x": 1.0}, {"id": "b", "x": float("nan"), "y": [{1}], "z": "kept"}, {"id": "c"}])

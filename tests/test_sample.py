@@ -330,10 +330,11 @@ def test_value_error_inside_the_engine_is_not_taken_for_the_users_mistake():
 
 
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.jsonl.partial"])
-def test_output_never_replaces_the_prompts(command, tmp_path, name):
+@pytest.mark.parametrize("scheme", ["", "file://"])
+def test_output_never_replaces_the_prompts(command, tmp_path, name, scheme):
     prompts = tmp_path / name
     prompts.write_text('{"prompt": "a"}\n')
-    arguments = ("--model", "m", "--prompts_file", str(prompts), "--output", str(tmp_path / "rows.jsonl"))
+    arguments = ("--model", "m", "--prompts_file", str(prompts), "--output", f"{scheme}{tmp_path}/rows.jsonl")
     status, _, err = command(*arguments, "--overwrite")
     assert status == 2 and "would replace the prompts_file" in err
     assert prompts.read_text() == '{"prompt": "a"}\n'

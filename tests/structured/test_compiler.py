@@ -52,6 +52,15 @@ def test_what_is_kept_of_constraints_is_small(compiler):
     assert kept.__traceback__ is kept.__context__ is kept.__cause__ is None
 
 
+def test_a_schema_may_be_true_or_false(compiler):
+    """True allows every JSON value, as {} does; False allows none, which is an error."""
+    guides = [compiler.compile(Wanted(json_schema=schema)).guide for schema in (True, {})]
+    first, second = (guide.allowed() for guide in guides if guide is not None)
+    assert (first == second).all() and all(first[ord(character)] for character in '{["1tn')
+    with pytest.raises(ConstraintError, match="json_schema: .*schema is false"):
+        compiler.compile(Wanted(json_schema=False))
+
+
 def test_threads_that_want_the_same_wait_for_one(compiler, monkeypatch):
     calls, found = counted(monkeypatch, "transitions_of"), []
     compile_it = lambda: found.append(compiler.compile(Wanted(regex="[a-z]{40}")).automaton)  # noqa: E731

@@ -16,6 +16,7 @@ except ImportError:  # not a POSIX system: two runs are not kept apart there
 
 from levanter_infer.columns import encode_row
 from levanter_infer.config import RunConfig
+from levanter_infer.io.paths import local_path
 
 if TYPE_CHECKING:
     from levanter_infer.engine.engine import InferenceEngine
@@ -36,13 +37,13 @@ class RowWriter:
     file. A partial file of a killed run is reused.
 
     Args:
-        path: the output file.
+        path: the output file, or its file:// URL.
         overwrite: replace an existing file.
     Raises: ValueError if the file exists, cannot be written, or another run is writing it.
     """
 
     def __init__(self, path: str | Path, *, overwrite: bool = False):
-        self.path = Path(path)
+        self.path = local_path(path, "output")
         if not self.path.name:
             raise ValueError(f"output {str(path)!r} has no file name; expected a file")
         self._partial = self.path.with_name(self.path.name + ".partial")
@@ -176,13 +177,13 @@ def output_files(config: RunConfig) -> Iterator[tuple[RowWriter | None, RowWrite
             if output is None or path is None:
                 return None
             if config.prompts_file is not None:
-                _check_apart(path, config.prompts_file)
+                _check_apart(local_path(path, "output"), local_path(config.prompts_file, "prompts_file"))
             return stack.enter_context(RowWriter(path, overwrite=output.overwrite))
 
         yield (writer(output.path), writer(output.metrics)) if output else (None, None)
 
 
-def _check_apart(output: str, prompts_file: str) -> None:
+def _check_apart(output: Path, prompts_file: Path) -> None:
     """Raises: ValueError if writing the output would destroy the prompts."""
     for name in (output, f"{output}.partial"):
         if os.path.exists(name) and os.path.samefile(name, prompts_file):

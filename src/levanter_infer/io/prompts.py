@@ -14,6 +14,7 @@ from levanter_infer.columns import TYPES, Columns
 from levanter_infer.config import RunConfig, check_keys
 from levanter_infer.engine.params import SamplingParams, brief, field_names
 from levanter_infer.engine.request import MAX_ID_CHARS, Request
+from levanter_infer.io.paths import local_path
 
 MAX_LINE_BYTES = 2**24
 MAX_ROWS = 1_000_000
@@ -64,7 +65,7 @@ def read_rows(config: RunConfig, *, completions: bool = False, columns: Columns 
     chat = {key: value for key, value in chat_settings(config).items() if not completions or key in _SCORED_CHAT_KEYS}
     parser = RowParser(dataclasses.replace(config.sampling, seed=None), chat, columns, completions)
     if config.prompts_file is not None:
-        contents = _read_file(Path(config.prompts_file), as_chat=bool(config.chat))
+        contents = _read_file(local_path(config.prompts_file, "prompts_file"), as_chat=bool(config.chat))
     elif config.prompts is not None:
         prompts = enumerate(config.prompts)
         contents = ((f"prompts[{i}]", _as_chat(p) if config.chat else {"prompt": p}) for i, p in prompts)

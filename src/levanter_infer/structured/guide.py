@@ -80,7 +80,8 @@ class Guides:
 
     def of_schema(self, schema: object) -> "Guide":
         """The guide of a JSON schema. Raises: ConstraintError for one that llguidance does not take."""
-        text = _checked(json.dumps(closed(schema)))
+        document = {"allOf": [schema]} if isinstance(schema, bool) else closed(schema)  # llguidance wants an object
+        text = _checked(json.dumps(document))
         return self._guide("json_schema", lambda matcher: matcher.grammar_from_json_schema(text, overrides=_OPTIONS))
 
     def of_grammar(self, grammar: str) -> "Guide":
