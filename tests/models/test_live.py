@@ -175,6 +175,7 @@ NORM = hnn.RmsNorm(hax.Axis("embed", 64), hax.ones((hax.Axis("layer", 2), hax.Ax
     [
         (lambda model: {"weights": 1}, "dict has no embeddings.token_embeddings.weight, expected the fields"),
         (lambda model: model.transformer, "Transformer has no embeddings"),
+        (lambda model: [model], "list has no embeddings"),
         (changed(lambda m: m.transformer.layers.stacked.post_attn_layernorm, NORM), f"{STACKED}.post_attn_layernorm"),
         (changed(lambda m: m.transformer.layers.stacked.mlp.up_proj.bias, hax.zeros({"mlp": 96})), "mlp.up_proj.bias"),
         (changed(lambda m: m.embeddings.token_embeddings.weight, jnp.zeros((256, 64))), "expected a haliax NamedArray"),

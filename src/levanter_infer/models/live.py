@@ -286,7 +286,7 @@ def _get(tree, path: str):
     """The value at a dotted path of attributes or keys; None where anything on the way is absent."""
     for name in path.split("."):
         if isinstance(tree, Sequence):
-            tree = tree[int(name)] if int(name) < len(tree) else None
+            tree = tree[int(name)] if name.isdecimal() and int(name) < len(tree) else None
         else:
             tree = tree.get(name) if isinstance(tree, Mapping) else getattr(tree, name, None)
         if tree is None:
