@@ -17,7 +17,7 @@ class IncrementalDecoder:
     """Text of a sequence, token by token, in pieces that together are `tokenizer.decode` of all its tokens.
 
     After a prompt they are what the tokens add to the text of the prompt: decoders of SentencePiece vocabularies remove
-    the space at the beginning of a text, and this one is not removed from the first word after the prompt.
+    the space at the start of a text, and this one is not removed from the first word after the prompt.
 
     Bytes of an unfinished character are held back. Special tokens, and ids of a padded vocabulary that no token has,
     give no text. Each token costs the same however long the sequence is.
