@@ -1,11 +1,13 @@
 """Text of growing sequences: pieces join to what the whole decodes to; stop strings are found where they end first."""
 
 import pytest
+import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from levanter_infer.checkpoints.tokenizer import Tokenizer
 from levanter_infer.engine.text import IncrementalDecoder, StopMatcher
+from tests import tokenizer_files
 
 
 def pieces_of(tokenizer, ids):
@@ -36,6 +38,27 @@ def test_after_a_prompt_pieces_are_what_the_whole_adds_to_it(byte_fallback, data
     end = data.draw(st.sampled_from(whole))
     decoder = IncrementalDecoder(byte_fallback, prompt=[1, *ids[:end], 2, byte_fallback.vocab_size])
     assert texts[end] + "".join(map(decoder.push, ids[end:])) + decoder.flush() == texts[-1]
+
+
+@pytest.mark.parametrize("tail", [b"\xef\xbf\xbd", b"\xe2", b"\xff" * 5, b""])
+def test_words_after_broken_bytes_or_tokens_without_text_keep_their_space(byte_fallback, tail):
+    hello, world = (byte_fallback._tokenizer.token_to_id(f"▁{word}") for word in ("hello", "world"))
+    ids = [1, hello, *(3 + byte for byte in tail)]
+    decoder = IncrementalDecoder(byte_fallback, prompt=ids)
+    assert byte_fallback.decode([*ids, world]) == byte_fallback.decode(ids) + decoder.push(world)
+
+
+def test_tokens_without_text_and_shown_special_ones_keep_the_space_of_the_next_word(tmp_path):
+    vocab = {"<unk>": 0, "<s>": 1, "▁hello": 2, "▁world": 3, "": 4, "</s>": 6}  # 5 is no token
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocab, merges=[], unk_token="<unk>"))
+    tokenizer.decoder = tokenizer_files.byte_fallback().decoder
+    tokenizer.add_special_tokens(["<unk>", "<s>", "</s>"])
+    made = Tokenizer.from_directory(tokenizer_files.write(tmp_path, tokenizer))
+    for prompt, ids in (([1, 2, 5], [3]), ([1, 2, 4], [3]), ([1, 2], [3, 5, 3]), ([1, 2], [3, 4, 3])):
+        decoder = IncrementalDecoder(made, prompt=prompt)
+        assert made.decode(prompt) + "".join(map(decoder.push, ids)) + decoder.flush() == made.decode(prompt + ids)
+    decoder = IncrementalDecoder(made, hidden={6}, prompt=[1, 2])
+    assert [decoder.push(i) for i in (3, 1, 3)] == [" world", "<s>", " world"]
 
 
 def test_a_prompt_that_ends_within_a_character_leaves_what_follows_alone(byte_fallback):

@@ -48,9 +48,6 @@ _TARGET = re.compile(r'custom_call_target="levanter_infer_(\w+)"')
 _FIRST_OPERAND = re.compile(r"custom-call\(%([\w.\-]+)")
 _AROUND = {"while", "conditional", "call"}
 """Operations that only run others."""
-_LINES = ("XLAEigen", "XLAPjRtCpuClient")
-"""Parts of the names of the profile's lines for the threads that run a program: those of XLA's pool, and JAX's own,
-which runs what it would otherwise wait for."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -152,30 +149,28 @@ def profiled(engine: InferenceEngine, call: Callable[[int], float], steps: int) 
         call: takes the number of generated tokens and returns its seconds.
     """
     named = dict(parts_of(engine.programs.compiled_round.as_text() or ""))
-    totals = []
-    for output in (1, 1 + steps):
-        seconds, events = _traced(lambda output=output: call(output))
-        parts: dict[str, float] = collections.defaultdict(float)
-        for name, ms in events:
-            if name in named:
-                parts[named[name]] += ms
-        totals.append((1e3 * seconds, parts))
-    (short_ms, short), (long_ms, long) = totals
-    parts_ms = {name: (long[name] - short[name]) / steps for name in long}
-    return {**parts_ms, BETWEEN: (long_ms - short_ms) / steps - sum(parts_ms.values())}
+    (short_s, short), (long_s, long) = (_traced(lambda output=output: call(output)) for output in (1, 1 + steps))
+    parts_ms: dict[str, float] = collections.defaultdict(float)
+    for name in long.keys() & named.keys():
+        if len(long[name]) != len(short[name]):  # what both calls run as often, as prompts, would add its noise
+            parts_ms[named[name]] += (sum(long[name]) - sum(short[name])) / steps
+    return {**parts_ms, BETWEEN: 1e3 * (long_s - short_s) / steps - sum(parts_ms.values())}
 
 
-def _traced(call: Callable[[], float]) -> tuple[float, list[tuple[str, float]]]:
-    """The result of a call under the profiler, and the names and milliseconds of XLA's events in it."""
+def _traced(call: Callable[[], float]) -> tuple[float, dict[str, list[float]]]:
+    """The result of a call under the profiler, and the milliseconds of the events in it, by their names. A program runs
+    on the threads of XLA's pool, on JAX's own, or on that of the caller."""
     options = ProfileOptions()
     options.python_tracer_level = 0
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder, profiler_options=options):
             seconds = call()
         (file,) = Path(folder).rglob("*.xplane.pb")
-        lines = [line for plane in ProfileData.from_file(str(file)).planes for line in plane.lines]
-        found = [line for line in lines if any(name in (line.name or "") for name in _LINES)]
-        return seconds, [(event.name, event.duration_ns / 1e6) for line in found for event in line.events]
+        found: dict[str, list[float]] = collections.defaultdict(list)
+        for plane in ProfileData.from_file(str(file)).planes:
+            for event in (event for line in plane.lines for event in line.events):
+                found[event.name].append(event.duration_ns / 1e6)
+        return seconds, found
 
 
 def parts_of(hlo: str) -> Iterator[tuple[str, str]]:

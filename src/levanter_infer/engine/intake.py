@@ -108,11 +108,12 @@ class Intake:
             automaton=constraint.automaton,
         )
         hidden = None if params.skip_special_tokens else self._endings(params)
+        decoder = None if self._tokenizer is None else IncrementalDecoder(self._tokenizer, hidden, ids)
         for index in range(params.num_sequences):
             guide = constraint.guide and constraint.guide.copy()
             sample = SampleState(request=state, index=index, guide=guide)
-            if self._tokenizer is not None:
-                sample.decoder = IncrementalDecoder(self._tokenizer, hidden, ids)
+            if decoder is not None:
+                sample.decoder = decoder.copy()
                 if params.stop:
                     sample.matcher = StopMatcher(params.stop, min_tokens=params.min_tokens)
             state.sequences.append(sample)

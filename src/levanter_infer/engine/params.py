@@ -147,7 +147,7 @@ class SamplingParams:
     regex: str | None = None
     """A regular expression that the whole text matches, in the syntax of Python's `re`. At most one of regex,
     json_schema, choice and grammar. The sample ends where the text is complete, or at max_tokens before."""
-    json_schema: Mapping | str | None = None
+    json_schema: Mapping | str | bool | None = None
     """A JSON schema, or its text, to which the text conforms. Properties come in the order of the schema; there are no
     others unless `additionalProperties` says so. Kept as a dict."""
     choice: Sequence[str] | None = None

@@ -11,6 +11,8 @@ from levanter_infer.checkpoints.tokenizer import Tokenizer
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _MAX_HELD = 4
 """Tokens held back until their bytes make a character: UTF-8 needs four bytes at most."""
+_MAX_SOUGHT = 16
+"""Tokens at the end of a prompt among which those that have text are sought."""
 
 
 class IncrementalDecoder:
@@ -51,7 +53,7 @@ class IncrementalDecoder:
         piece = self._held_text()
         if piece.endswith(_REPLACEMENT) and len(self._held) < _MAX_HELD:
             return ""
-        self._given, self._held = self._held, []
+        self._give(piece)
         return piece
 
     def copy(self) -> "IncrementalDecoder":
@@ -65,8 +67,14 @@ class IncrementalDecoder:
         if self._bytes is not None:
             return self._bytes.decode(b"", final=True)
         piece = self._held_text() if self._held else ""
-        self._given, self._held = self._held, []
+        self._give(piece)
         return piece
+
+    def _give(self, piece: str) -> None:
+        """Note that the tokens held back are given out as `piece`."""
+        if piece or not self._given:  # after tokens without text, decoders would see the start of a text
+            self._given = self._held or self._given
+        self._held = []
 
     def _held_text(self) -> str:
         """Decoded after the tokens before them: decoders treat the start of a text in their own way."""
@@ -76,14 +84,16 @@ class IncrementalDecoder:
 
 
 def _last_of_text(tokenizer: Tokenizer, tokens: Sequence[int]) -> list[int]:
-    """The last tokens that have text, as many as end with a whole character; none if a character is not finished."""
+    """The last few tokens that have a text of whole characters; all if none has text, as the "▁" that begins one; none
+    if there are only broken bytes near the end."""
     with_text = (i for i in reversed(tokens) if 0 <= i < tokenizer.vocab_size and not tokenizer.is_special(i))
-    last: list[int] = []
-    for token in itertools.islice(with_text, _MAX_HELD):
-        last.insert(0, token)
-        if _REPLACEMENT not in tokenizer.decode(last):
-            return last
-    return []
+    last = list(itertools.islice(with_text, _MAX_SOUGHT))[::-1]
+    for end in range(len(last), 0, -1):
+        for begin in range(end - 1, max(-1, end - 1 - _MAX_HELD), -1):
+            text = tokenizer.decode(last[begin:end])
+            if text and _REPLACEMENT not in text:
+                return last[begin:end]
+    return [] if tokenizer.decode(last) else last
 
 
 class StopMatcher:
