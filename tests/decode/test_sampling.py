@@ -17,7 +17,9 @@ from levanter_infer.decode.sampling import (
     likeliest,
     logprobs_of,
     sample,
+    sample_best,
     stop_match,
+    takes_best,
 )
 from levanter_infer.decode.sampling_draw import draw, num_words, random_words, row_sums
 from levanter_infer.decode.sampling_filters import filter_thresholds, float_keys, key_floats
@@ -445,6 +447,53 @@ def test_a_forced_row_gets_what_masking_and_drawing_would_give_it(backend):
         alone = np.flatnonzero(possible & (forced < VOCAB))
         np.testing.assert_array_equal(np.asarray(ours.tokens)[alone], only[alone])
         np.testing.assert_array_equal(np.asarray(ours.processed_logprobs)[alone], 0)
+
+
+def test_rows_that_take_the_best_have_the_same_bits_without_their_logits():
+    backend, logits, slots = make_backend("cpu"), LOGITS.copy(), jnp.arange(SLOTS, dtype=jnp.int32)
+    logits[1, 7], logits[2], logits[3, 9] = np.nan, -np.inf, np.inf
+    logits[4, [5, 50]] = logits[4].max() + 1  # a tie
+    lens = jnp.asarray(SEQ_LENS)
+    history = History(lens, jnp.asarray(TOKENS), slots, jnp.asarray(PROMPT_LENS), lens)
+    table = table_of([SamplingParams(temperature=0)] * SLOTS, VOCAB)
+
+    @jax.jit
+    def both(logits, rows):
+        stats = LogitStats.of_kernel(backend, logits, jnp.int32(SLOTS))
+        assert stats is not None
+        whole = sample(logits, rows, history, max_top=MAX_TOP, stats=stats, backend=backend)
+        best = sample_best(stats, MAX_TOP, Vocabulary(VOCAB))
+        return takes_best(rows, history, Vocabulary(VOCAB)), whole, best
+
+    taken, whole, best = both(jnp.asarray(logits), table.rows(slots))
+    assert np.asarray(taken).all() and not np.asarray(best.possible)[1:4].any() and np.asarray(best.tokens)[4] == 5
+    for one, other in zip(jax.tree.leaves(whole), jax.tree.leaves(best), strict=True):
+        assert np.asarray(one).tobytes() == np.asarray(other).tobytes()
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        dict(temperature=1e-4),
+        dict(logprobs=1),
+        dict(logit_bias={3: 1.0}),
+        dict(repetition_penalty=1.1),
+        dict(frequency_penalty=0.1),
+        dict(presence_penalty=0.1),
+        dict(min_tokens=50),
+    ],
+)
+def test_rows_that_ask_for_more_do_not_take_the_best(asked):
+    greedy = SamplingParams(temperature=0)
+    table = table_of([SamplingParams(**{"temperature": 0, **asked}), greedy, greedy], VOCAB)
+    slots, lens = jnp.asarray([0, 1, 3], jnp.int32), jnp.asarray([9, 9, 0], jnp.int32)
+    history = History(lens, jnp.zeros((3, 16), jnp.int32), slots, jnp.asarray([4, 4, 0]), lens)
+    assert takes_best(table.rows(slots), history, Vocabulary(VOCAB)).tolist() == [False, True, True]
+    for forced in ([VOCAB, 5, VOCAB], [VOCAB, VOCAB, VOCAB]):
+        masks = RowMasks(
+            jnp.zeros((3, -(-VOCAB // 32)), jnp.uint32), jnp.asarray([False, True, False]), jnp.asarray(forced)
+        )
+        assert takes_best(table.rows(slots), history, Vocabulary(VOCAB), masks).tolist() == [False, False, True]
 
 
 @pytest.mark.parametrize("name", nightly_but(["cpu"], ["cpu", "tpu_interpret", "gpu_interpret"]))

@@ -220,6 +220,32 @@ def sample(
     )
 
 
+def takes_best(rows: SamplingTable, history: History, vocab: Vocabulary, masks: RowMasks | None = None) -> Array:
+    """Whether `sample` gives a row the likeliest token of the model's logits, and no other one, bool[row]; so it is of
+    rows that are padding. Args: as of `sample`; no `logits_mod` is there."""
+    column, used = rows.columns, history.slot_ids < history.tokens.shape[0]
+    changes = _Changes.of(column, history, used, vocab, None, masks)
+    others = (column["temperature"] >= GREEDY_TEMPERATURE) | (column["num_logprobs"] > 0)
+    return ~((others | changes.rows | changes.forced) & used)
+
+
+def sample_best(stats: LogitStats, max_top: int, vocab: Vocabulary) -> SampleOutput:
+    """What `sample` gives where `takes_best`, from the statistics of the logits alone. Requires: `stats.best`."""
+    assert stats.best is not None
+    peak, finite = stats.peak, stats.total > 0
+    possible = finite & jnp.isfinite(peak)
+    nothing = jnp.zeros_like(peak)
+    return SampleOutput(
+        tokens=jnp.where(possible, stats.best, 0),
+        logprobs=jnp.where(possible, peak - peak - jnp.log(stats.total), 0),  # in the order of `logprobs_of`
+        processed_logprobs=nothing,
+        top_ids=jnp.full((*peak.shape, max_top), vocab.size, jnp.int32),
+        top_logprobs=jnp.zeros((*peak.shape, max_top), jnp.float32),
+        finite=finite,
+        possible=possible,
+    )
+
+
 class _Changes(NamedTuple):
     """Changes of the logits before the draw, each with a mask bool[row] of the rows that it concerns."""
 

@@ -27,7 +27,15 @@ from levanter_infer.decode.outputs import OutputRing
 from levanter_infer.decode.paging import fork_origins, fork_when_ready, free_pages_for_finished, leave_behind
 from levanter_infer.decode.prefix import insert_prefix
 from levanter_infer.decode.routes import RouteTable
-from levanter_infer.decode.sampling import History, LogitStats, SampleOutput, sample, stop_match
+from levanter_infer.decode.sampling import (
+    History,
+    LogitStats,
+    SampleOutput,
+    sample,
+    sample_best,
+    stop_match,
+    takes_best,
+)
 from levanter_infer.decode.sampling_beams import candidates, no_candidates
 from levanter_infer.decode.schedule import StepPlan, schedule
 from levanter_infer.decode.scoring import copy_scores, keep_hidden, may_insert, num_hidden, score_prompts
@@ -169,19 +177,16 @@ def sample_rows(
     count = shapes.sampled_rows
     stats = LogitStats.of_kernel(model.backend, logits, plan.num_rows, model.vocab)
 
-    def result_of(logits: Array, slots: Array, stats: LogitStats | None) -> SampleOutput:
+    def history_of(slots: Array) -> History:
         lens = gather(table.seq_lens, slots, 0)
-        asked = state.sampling.rows(slots)
-        history = History(
-            positions=lens,
-            tokens=table.tokens,
-            slot_ids=slots,
-            prompt_lens=gather(table.prompt_lens, slots, 0),
-            seq_lens=lens,
-        )
+        prompt_lens = gather(table.prompt_lens, slots, 0)
+        return History(positions=lens, tokens=table.tokens, slot_ids=slots, prompt_lens=prompt_lens, seq_lens=lens)
+
+    def result_of(logits: Array, slots: Array, stats: LogitStats | None) -> SampleOutput:
+        asked, history = state.sampling.rows(slots), history_of(slots)
         modified, memory, finite = None, None, True
         if logits_mod is not None:
-            of_mod = (slots, table.tokens, history.prompt_lens, lens)
+            of_mod = (slots, table.tokens, history.prompt_lens, history.seq_lens)
             modified, memory, finite = logits_mod(logits, *of_mod, model.vocab)
         sampled = sample(
             logits,
@@ -200,14 +205,27 @@ def sample_rows(
     rows = (logits, plan.slot_ids, stats)
     if count is None:
         return result_of(*rows)
+    take_best = None  # bool[row]; None: nothing tells the likeliest tokens, or rows want more of their logits
+    if logits_mod is None and shapes.max_beams == 0 and stats is not None and stats.best is not None:
+        asked, masks = state.sampling.rows(plan.slot_ids), masks_of(state.constraints, plan.slot_ids)
+        take_best = takes_best(asked, history_of(plan.slot_ids), model.vocab, masks)
 
     def body(carry):
         # A slice that would pass the end starts earlier, and some rows are sampled again, with the same result.
         first, sampled = carry
-        part = jax.tree.map(lambda array: jax.lax.dynamic_slice_in_dim(array, first, count), rows)
-        sampled = jax.tree.map(
-            lambda rows, new: jax.lax.dynamic_update_slice_in_dim(rows, new, first, 0), sampled, result_of(*part)
-        )
+
+        def part(arrays):
+            return jax.tree.map(lambda array: jax.lax.dynamic_slice_in_dim(array, first, count), arrays)
+
+        def result() -> SampleOutput:
+            return result_of(*part(rows))
+
+        if stats is None or take_best is None:
+            new = result()
+        else:  # the commonest rows are spared the copy of their logits that a slice is
+            best = sample_best(part(stats), shapes.limits.max_logprobs, model.vocab)
+            new = run_if(~jnp.all(part(take_best)), lambda _: result(), best)
+        sampled = jax.tree.map(lambda rows, new: jax.lax.dynamic_update_slice_in_dim(rows, new, first, 0), sampled, new)
         return first + count, sampled
 
     nothing = dataclasses.replace(empty_sample(shapes), memory=logits_mod and logits_mod.of_rows(shapes.max_rows))
