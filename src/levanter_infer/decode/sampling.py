@@ -221,8 +221,10 @@ def sample(
 
 
 def takes_best(rows: SamplingTable, history: History, vocab: Vocabulary, masks: RowMasks | None = None) -> Array:
-    """Whether `sample` gives a row the likeliest token of the model's logits, and no other one, bool[row]; so it is of
-    rows that are padding. Args: as of `sample`; no `logits_mod` is there."""
+    """Whether a row takes the likeliest token of the model's logits and reports no other, bool[row]; true for padding.
+
+    Args: as of `sample`. Requires: there is no `logits_mod`.
+    """
     column, used = rows.columns, history.slot_ids < history.tokens.shape[0]
     changes = _Changes.of(column, history, used, vocab, None, masks)
     others = (column["temperature"] >= GREEDY_TEMPERATURE) | (column["num_logprobs"] > 0)

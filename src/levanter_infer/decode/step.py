@@ -205,7 +205,7 @@ def sample_rows(
     rows = (logits, plan.slot_ids, stats)
     if count is None:
         return result_of(*rows)
-    take_best = None  # bool[row]; None: nothing tells the likeliest tokens, or rows want more of their logits
+    take_best = None  # bool[row]; None: the statistics do not suffice for any row
     if logits_mod is None and shapes.max_beams == 0 and stats is not None and stats.best is not None:
         asked, masks = state.sampling.rows(plan.slot_ids), masks_of(state.constraints, plan.slot_ids)
         take_best = takes_best(asked, history_of(plan.slot_ids), model.vocab, masks)
@@ -222,7 +222,7 @@ def sample_rows(
 
         if stats is None or take_best is None:
             new = result()
-        else:  # the commonest rows are spared the copy of their logits that a slice is
+        else:  # greedy rows need no slice of the logits, which would copy them
             best = sample_best(part(stats), shapes.limits.max_logprobs, model.vocab)
             new = run_if(~jnp.all(part(take_best)), lambda _: result(), best)
         sampled = jax.tree.map(lambda rows, new: jax.lax.dynamic_update_slice_in_dim(rows, new, first, 0), sampled, new)
