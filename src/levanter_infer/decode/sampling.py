@@ -232,17 +232,18 @@ def takes_best(rows: SamplingTable, history: History, vocab: Vocabulary, masks: 
 
 
 def sample_best(stats: LogitStats, max_top: int, vocab: Vocabulary) -> SampleOutput:
-    """What `sample` gives where `takes_best`, from the statistics of the logits alone. Requires: `stats.best`."""
+    """The result of `sample` for rows of `takes_best`, from the statistics of their logits alone. Requires:
+    `stats.best`."""
     assert stats.best is not None
     peak, finite = stats.peak, stats.total > 0
     possible = finite & jnp.isfinite(peak)
-    nothing = jnp.zeros_like(peak)
+    top_ids, top_logprobs = _no_top_logprobs(peak.shape[0], max_top, vocab)
     return SampleOutput(
         tokens=jnp.where(possible, stats.best, 0),
         logprobs=jnp.where(possible, peak - peak - jnp.log(stats.total), 0),  # in the order of `logprobs_of`
-        processed_logprobs=nothing,
-        top_ids=jnp.full((*peak.shape, max_top), vocab.size, jnp.int32),
-        top_logprobs=jnp.zeros((*peak.shape, max_top), jnp.float32),
+        processed_logprobs=jnp.zeros_like(peak),
+        top_ids=top_ids,
+        top_logprobs=top_logprobs,
         finite=finite,
         possible=possible,
     )
@@ -582,8 +583,7 @@ def _draw_tokens(
 
 def _top_logprobs(logits: Array, as_read, stats: LogitStats, wanted: Array, used: Array, max_top: int, vocab):
     """The `wanted` likeliest tokens of each row and their log probabilities; none and 0 in further columns."""
-    rows = logits.shape[0]
-    nothing = (jnp.full((rows, max_top), vocab.size, jnp.int32), jnp.zeros((rows, max_top), jnp.float32))
+    nothing = _no_top_logprobs(logits.shape[0], max_top, vocab)
     if max_top == 0:
         return nothing
 
@@ -593,3 +593,8 @@ def _top_logprobs(logits: Array, as_read, stats: LogitStats, wanted: Array, used
         return jnp.where(asked, ids, vocab.size), jnp.where(asked, logprobs, 0)
 
     return jax.lax.cond(jnp.any((wanted > 0) & used), best, lambda: nothing)
+
+
+def _no_top_logprobs(rows: int, max_top: int, vocab: Vocabulary) -> tuple[Array, Array]:
+    """`_top_logprobs` of rows that want none."""
+    return jnp.full((rows, max_top), vocab.size, jnp.int32), jnp.zeros((rows, max_top), jnp.float32)

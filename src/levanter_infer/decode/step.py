@@ -205,10 +205,10 @@ def sample_rows(
     rows = (logits, plan.slot_ids, stats)
     if count is None:
         return result_of(*rows)
-    take_best = None  # bool[row]; None: the statistics do not suffice for any row
+    best_of = None  # bool[row] of `takes_best`, and the statistics for `sample_best`; None: they do not suffice
     if logits_mod is None and shapes.max_beams == 0 and stats is not None and stats.best is not None:
         asked, masks = state.sampling.rows(plan.slot_ids), masks_of(state.constraints, plan.slot_ids)
-        take_best = takes_best(asked, history_of(plan.slot_ids), model.vocab, masks)
+        best_of = takes_best(asked, history_of(plan.slot_ids), model.vocab, masks), stats
 
     def body(carry):
         # A slice that would pass the end starts earlier, and some rows are sampled again, with the same result.
@@ -220,11 +220,12 @@ def sample_rows(
         def result() -> SampleOutput:
             return result_of(*part(rows))
 
-        if stats is None or take_best is None:
+        if best_of is None:
             new = result()
         else:  # greedy rows need no slice of the logits, which would copy them
-            best = sample_best(part(stats), shapes.limits.max_logprobs, model.vocab)
-            new = run_if(~jnp.all(part(take_best)), lambda _: result(), best)
+            taken, of_part = part(best_of)
+            best = sample_best(of_part, shapes.limits.max_logprobs, model.vocab)
+            new = run_if(~jnp.all(taken), lambda _: result(), best)
         sampled = jax.tree.map(lambda rows, new: jax.lax.dynamic_update_slice_in_dim(rows, new, first, 0), sampled, new)
         return first + count, sampled
 

@@ -121,8 +121,8 @@ class Completion:
     """Sample index, below the request's `n`."""
     token_ids: list[int]
     text: str | None
-    """What the tokens, without special ones, add to the text of the prompt, cut before a stop string; None in an engine
-    without a tokenizer."""
+    """Text that the tokens, without special ones, add to that of the prompt, cut before a stop string; None in an
+    engine without a tokenizer."""
     finish_reason: str
     """"stop", "length", "abort" or "error"."""
     logprobs: np.ndarray

@@ -176,9 +176,10 @@ def output_files(config: RunConfig) -> Iterator[tuple[RowWriter | None, RowWrite
         def writer(path: str | None) -> RowWriter | None:
             if output is None or path is None:
                 return None
+            target = local_path(path, "output")
             if config.prompts_file is not None:
-                _check_apart(local_path(path, "output"), local_path(config.prompts_file, "prompts_file"))
-            return stack.enter_context(RowWriter(path, overwrite=output.overwrite))
+                _check_apart(target, local_path(config.prompts_file, "prompts_file"))
+            return stack.enter_context(RowWriter(target, overwrite=output.overwrite))
 
         yield (writer(output.path), writer(output.metrics)) if output else (None, None)
 
