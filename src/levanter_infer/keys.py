@@ -68,7 +68,7 @@ REMARKS = {
     "do_sample": "sampling.temperature: 0 is greedy, any other value samples",
     "enforce_eager": "there is one compiled program and no other way to run it; leave it out",
     "trust_remote_code": "code that comes with a model is never run; leave it out",
-    "quantization": "weights are read as float32, bfloat16 or float16; pages can be int8 or float8 (engine.kv_dtype)",
+    "quantization": "quantized checkpoints are recognized and read as floats; leave it out (pages: engine.kv_dtype)",
     "speculative_config": "there is no speculative decoding; leave it out",
     "enable_lora": "there are no adapters at run time; merge them into the weights, and leave it out",
     "stream": "results are written when they are complete; leave it out",

@@ -72,9 +72,12 @@ def vars_of(model):
 
 
 CHANGES = {
-    "_scales is absent": lambda blocks, scales: {"down_proj_blocks": blocks},
-    "_scales is .7, 3,": lambda blocks, scales: {"down_proj_blocks": blocks, "down_proj_scales": scales[:, :3]},
-    "stored as F32 and U8": lambda blocks, scales: {
+    "_scales is missing": lambda blocks, scales: {"down_proj_blocks": blocks},
+    "_scales .7, 3, 1. of U8, expected": lambda blocks, scales: {
+        "down_proj_blocks": blocks,
+        "down_proj_scales": scales[:, :3],
+    },
+    "no use for: 'model.layers.1.mlp.experts.down_proj_blocks'": lambda blocks, scales: {
         "down_proj_blocks": blocks.astype(np.float32),
         "down_proj_scales": scales,
     },
@@ -105,7 +108,7 @@ def test_blocks_that_do_not_fit_their_scales_are_refused(checkpoint, says):
 def test_other_quantizations_are_refused_by_their_key(checkpoint):
     directory, _ = checkpoint
     config = json.loads((directory / "config.json").read_text())
-    for other in ({"quant_method": "awq"}, "mxfp4", [1], True):
+    for other in ({"quant_method": "aqlm"}, "mxfp4", [1], True):
         (directory / "config.json").write_text(json.dumps({**config, "quantization_config": other}))
         with pytest.raises(ValueError, match="quantization_config"):
             load_model(directory)

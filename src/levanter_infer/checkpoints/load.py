@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from levanter_infer.checkpoints.levanter import is_levanter, levanter_tensors
-from levanter_infer.checkpoints.mxfp4 import dequantized
+from levanter_infer.checkpoints.quantized.config import without_quantization
 from levanter_infer.checkpoints.source import CONFIG, Source, resolve_source
 from levanter_infer.checkpoints.weights import DTYPES, StoredTensor, enumerate_names, read_tensors, stored_tensors
 from levanter_infer.kernels.cpu import huge_pages
@@ -112,15 +112,16 @@ def _config_json(source: Source) -> dict[str, Any]:
 
 def _open(source: Source, wanted: np.dtype | None, hf_config: Mapping[str, Any]) -> StoredModel:
     family = family_for(hf_config)
+    hf_config, quantization = without_quantization(hf_config)
     config = family.config_from_hf(hf_config)
     if is_levanter(source):
         params = parameters(DecoderModel.types(config), family.tensors)
         tensors = levanter_tensors(source, family, params)
     else:
         stored_names = stored_tensors(source)
+        if quantization is not None:
+            stored_names = quantization.dequantized(stored_names)
         tensors = {name: stored_names[stored] for name, stored in family.own_names(stored_names, hf_config).items()}
-        if (hf_config.get("quantization_config") or {}).get("quant_method") == "mxfp4":
-            tensors = dequantized(tensors)
         _check_size(config, tensors, source)
         params = parameters(DecoderModel.types(config), family.table_for(tensors))
     head = family.tensor_of("lm_head.weight") if config.tie_word_embeddings else None
@@ -192,7 +193,7 @@ def _check_headers(params: list[Parameter], tensors: dict[str, StoredTensor]) ->
             if tensor.dtype not in DTYPES:
                 raise ValueError(
                     f"{tensor.path}: tensor {name!r} is stored as {tensor.dtype}, expected one of {', '.join(DTYPES)}; "
-                    "quantized checkpoints are not supported, convert it"
+                    "quantized weights need the quantization_config of config.json, which says what they mean"
                 )
 
 

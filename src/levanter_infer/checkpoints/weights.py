@@ -25,6 +25,11 @@ DTYPES: dict[str, np.dtype] = {
     "BF16": np.dtype(ml_dtypes.bfloat16),
 }
 """Supported dtypes of weights, by safetensors' names."""
+RAW_DTYPES: dict[str, np.dtype] = DTYPES | {
+    **{"U8": np.dtype(np.uint8), "I8": np.dtype(np.int8), "I32": np.dtype("<i4"), "I64": np.dtype("<i8")},
+    **{"F8_E4M3": np.dtype(np.uint8), "F8_E8M0": np.dtype(np.uint8)},
+}
+"""Dtypes of the parts of quantized weights too; floats of eight bits as their codes."""
 _HEADER_GUESS = 2**18
 """Bytes of the first request for a remote header; most headers are shorter."""
 _MAX_HEADER = 100_000_000
@@ -91,8 +96,11 @@ def read_tensors(pieces: Sequence[tuple[StoredTensor, np.ndarray]]) -> None:
     """
     for tensor, out in pieces:
         assert out.shape == tensor.shape and out.flags.c_contiguous
-    if pieces:
-        pieces[0][0].read_all(pieces)
+    by_class: dict[type[StoredTensor], list[tuple[StoredTensor, np.ndarray]]] = {}
+    for piece in pieces:
+        by_class.setdefault(type(piece[0]), []).append(piece)
+    for kind, own in by_class.items():
+        kind.read_all(own)
 
 
 def _read_files(pieces: Sequence[tuple[StoredTensor, np.ndarray]]) -> None:
@@ -114,14 +122,21 @@ def _read_files(pieces: Sequence[tuple[StoredTensor, np.ndarray]]) -> None:
         read_ranges(ranges)
 
 
-def read_bytes(tensor: StoredTensor) -> np.ndarray:
-    """A tensor of bytes (U8). Raises: ValueError if the file ends early."""
-    target = np.empty(tensor.shape, np.uint8)
-    if isinstance(tensor.path, Path):
-        tensor._read(target)
-    else:
-        read_ranges([(tensor.path, tensor.offset, memoryview(target.reshape(-1)))])  # type: ignore[arg-type]
-    return target
+def read_raw(tensors: Sequence[StoredTensor]) -> list[np.ndarray]:
+    """Tensors as they are stored, of `RAW_DTYPES`; reads remote ones in parallel.
+
+    Raises: ValueError if a file ends early.
+    """
+    arrays, ranges = [np.empty(tensor.shape, RAW_DTYPES[tensor.dtype]) for tensor in tensors], []
+    for tensor, array in zip(tensors, arrays, strict=True):
+        if isinstance(tensor.path, Path):
+            tensor._read(array)
+        else:
+            view = memoryview(array.reshape(-1).view(np.uint8))  # type: ignore[arg-type]
+            ranges.append((tensor.path, tensor.offset, view))
+    if ranges:
+        read_ranges(ranges)
+    return arrays
 
 
 def stored_tensors(source: Source) -> dict[str, StoredTensor]:
@@ -215,7 +230,7 @@ def _span(name: str, entry: Any) -> tuple[int, int]:
         volume *= size
         if volume > _MAX_NUMBER:
             raise _Malformed(f"tensor {name!r} has shape {reprlib.repr(shape)}")
-    if end < begin or (dtype in DTYPES and end - begin != volume * DTYPES[dtype].itemsize):
+    if end < begin or (dtype in RAW_DTYPES and end - begin != volume * RAW_DTYPES[dtype].itemsize):
         raise _Malformed(f"tensor {name!r} of {dtype} {reprlib.repr(shape)} has bytes {begin} to {end}")
     return begin, end
 

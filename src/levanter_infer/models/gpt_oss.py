@@ -36,12 +36,9 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     gate = ClampedSwiglu(hf.number("swiglu_alpha", 1.702), hf.number("swiglu_limit", 7.0))
     window = hf.optional_count("sliding_window", 128)
     windows = hf.windows(sizes.num_layers, window, lambda layer: layer % 2 == 0)
-    # Of OpenAI's own files: the same again, and how their weights are stored (checkpoints/mxfp4.py).
+    # Of OpenAI's own files: the same again.
     hf.only("experts_per_token", chosen)
     hf.optional_count("initial_context_length")
-    quantization = raw.get("quantization_config")
-    if isinstance(quantization, Mapping) and quantization.get("quant_method") == "mxfp4":
-        hf.only("quantization_config", quantization)
     hf.finish()
     norm = sizes.norm()
     feed_forward = ExpertsBlock(experts, chosen, sizes.intermediate_size, ROUTER, gate, bias=True)

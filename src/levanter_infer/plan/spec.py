@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from levanter_infer.checkpoints.quantized.config import without_quantization
 from levanter_infer.checkpoints.remote import is_url
 from levanter_infer.checkpoints.source import CONFIG, Source, parse_json, resolve_source
 from levanter_infer.config import RunConfig, decode_engine, decode_section
@@ -140,6 +141,7 @@ def spec_of(config: RunConfig, target: str, shape: str | None) -> EngineSpec:
     Raises: ValueError if the model is not on this machine, or of an unknown family.
     """
     hf_config, directory = _hf_config(config, shape)
+    hf_config, _ = without_quantization(hf_config)  # its weights are held as `_dtype` says
     mesh = {"data": config.mesh.data, "model": config.mesh.model, "expert": config.mesh.expert}
     return EngineSpec(
         target=target,

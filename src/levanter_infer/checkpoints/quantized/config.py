@@ -1,0 +1,218 @@
+"""Reading `quantization_config` of a config.json: the format of quantized weights.
+
+It names the method. Bits, groups and shapes are those of the tensors of each layer, which may differ from each other;
+what was done to choose the codes (`ignore`, `desc_act`, `damp_percent`, …) and how activations would be quantized
+(`input_activations`, `kv_cache_scheme`, …) changes no weight, and is not read.
+"""
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from levanter_infer.checkpoints.quantized import formats
+from levanter_infer.checkpoints.quantized.formats import Module
+from levanter_infer.checkpoints.quantized.tensors import DequantizedTensor
+from levanter_infer.checkpoints.weights import DTYPES, StoredTensor
+
+KEYS = ("quantization_config", "compression_config")
+"""Keys of config.json; the second is an older name."""
+Formats = Mapping[str, Callable[[Module], DequantizedTensor]]
+"""By the end of the name of the tensor that holds the codes."""
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """How the quantized weights of a checkpoint are stored."""
+
+    formats: Formats
+
+    def dequantized(self, stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+        """The tensors of a checkpoint, with one of floats for each weight that is codes and scales. Those that quantize
+        activations or a KV cache are left out: nothing here reads them.
+
+        Raises: ValueError for a weight whose parts are missing or do not fit each other, and for one that is there in
+            two forms.
+        """
+        found = {name: each for name, each in stored.items() if not name.endswith(_UNUSED)}
+        weights: list[DequantizedTensor] = []
+        for name, tensor in stored.items():
+            suffix = next((suffix for suffix in self.formats if name.endswith(suffix)), None)
+            if suffix is None or tensor.dtype in DTYPES:
+                continue
+            module = Module(name.removesuffix(suffix), stored)
+            weights.append(self.formats[suffix](module))
+            for part in module.taken:
+                found.pop(part, None)
+        # They count as what the largest of the others is stored as: the embeddings, which few formats quantize.
+        plain = [each for each in found.values() if each.dtype in DTYPES]
+        dtype = max(plain, key=lambda each: each.num_bytes).dtype if plain else "BF16"
+        for weight in weights:
+            if weight.name in found:
+                parts = ", ".join(part.name for part in weight.parts.values())
+                raise ValueError(f"{weight.path}: {weight.name} is there as it is and as {parts}; remove one of them")
+            found[weight.name] = weight.counted_as(dtype)
+        return found
+
+
+_UNUSED = tuple(f".{suffix}" for suffix in formats.UNUSED)
+
+
+def without_quantization(hf_config: Mapping[str, Any]) -> tuple[dict[str, Any], Quantization | None]:
+    """A config.json without the keys of quantization, and what they say; None where they say nothing.
+
+    A multimodal parent has them beside its `text_config`, or within it.
+
+    Raises: ValueError naming the key of a format that is not read.
+    """
+    plain, found = _take(hf_config, "")
+    text = hf_config.get("text_config")
+    if isinstance(text, Mapping):
+        plain["text_config"], within = _take(text, "text_config.")
+        if found and within and found[1] != within[1]:
+            raise ValueError(f"config.json: {found[0]} and {within[0]} contradict each other; leave one out")
+        found = found or within
+    if found is None:
+        return plain, None
+    where, raw = found
+    if not isinstance(raw, Mapping):
+        raise ValueError(f"config.json: {where}={raw!r}, expected an object")
+    entry = _Entry(where, raw)
+    return plain, Quantization(_METHODS[_method(entry)](entry))
+
+
+def _take(hf_config: Mapping[str, Any], prefix: str) -> tuple[dict[str, Any], tuple[str, Any] | None]:
+    given = [(prefix + key, hf_config[key]) for key in KEYS if hf_config.get(key) is not None]
+    if len(given) > 1:
+        raise ValueError(f"config.json: {' and '.join(name for name, _ in given)} are both there; leave one out")
+    return {key: value for key, value in hf_config.items() if key not in KEYS}, next(iter(given), None)
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """An object of config.json."""
+
+    where: str
+    raw: Mapping[str, Any]
+
+    def get(self, key: str, default: Any = None) -> Any:
+        value = self.raw.get(key)
+        return default if value is None else value
+
+    def fail(self, key: str, expected: str) -> ValueError:
+        return ValueError(f"config.json: {self.where}.{key}={self.raw.get(key)!r}, expected {expected}")
+
+    def one_of(self, key: str, *allowed: Any) -> Any:
+        """A value of those that are implemented; the first where the key is absent."""
+        value = self.get(key, allowed[0])
+        if isinstance(value, (list, dict)) or value not in allowed:
+            raise self.fail(key, f"one of {', '.join(map(str, allowed))}: nothing else is implemented")
+        return value
+
+    def none(self, *keys: str) -> None:
+        """Keys that change what the weights mean, in ways that are not implemented."""
+        for key in keys:
+            if self.get(key) not in (None, False, {}, []):
+                raise self.fail(key, "nothing: this is not implemented")
+
+    def block(self, key: str) -> tuple[int, int] | None:
+        """Rows and columns; None where the key is absent."""
+        value = self.get(key)
+        if isinstance(value, str):  # older files of compressed-tensors say "128x128"
+            value = [int(each) for each in value.split("x") if each.isdecimal()]
+        if value is None:
+            return None
+        if not isinstance(value, list) or len(value) != 2 or any(type(n) is not int or n < 1 for n in value):
+            raise self.fail(key, "two whole numbers of at least 1")
+        return value[0], value[1]
+
+    def object(self, key: str) -> "_Entry":
+        value = self.get(key, {})
+        if not isinstance(value, Mapping):
+            raise self.fail(key, "an object")
+        return _Entry(f"{self.where}.{key}", value)
+
+
+def _method(entry: _Entry) -> str:
+    method = entry.get("quant_method")
+    if method is None and "config_groups" in entry.raw:
+        method = "compressed-tensors"
+    if method is None and (entry.get("load_in_4bit") or entry.get("load_in_8bit")):
+        method = "bitsandbytes"
+    if not isinstance(method, str) or method not in _METHODS:
+        raise ValueError(
+            f"config.json: {entry.where}.quant_method={method!r}, expected one of {', '.join(sorted(_METHODS))}: no "
+            "other quantized checkpoints are read; take the original weights, or dequantize them"
+        )
+    return method
+
+
+def _fp8(entry: _Entry) -> Formats:
+    entry.one_of("fmt", "e4m3", "float8_e4m3fn")
+    return {".weight": functools.partial(formats.scaled, block=entry.block("weight_block_size"))}
+
+
+def _gptq(entry: _Entry) -> Formats:
+    version = entry.one_of("checkpoint_format", "gptq", "gptq_v2")
+    entry.none("is_marlin_format")
+    return {".qweight": functools.partial(formats.gptq, plus_one=version == "gptq")}
+
+
+def _awq(entry: _Entry) -> Formats:
+    entry.one_of("bits", 4)
+    entry.one_of("zero_point", True)
+    entry.one_of("version", "gemm", "GEMM")
+    return {".qweight": formats.awq}
+
+
+def _bitsandbytes(entry: _Entry) -> Formats:
+    if entry.get("load_in_8bit", entry.get("_load_in_8bit")):
+        return {".weight": formats.bitsandbytes_int8}
+    entry.one_of("bnb_4bit_quant_storage", "uint8")
+    kind = entry.one_of("bnb_4bit_quant_type", "fp4", "nf4")
+    return {".weight": functools.partial(formats.bitsandbytes_4bit, kind=kind)}
+
+
+def _modelopt(entry: _Entry) -> Formats:
+    entry.one_of("quant_algo", "FP8", "NVFP4", "MIXED_PRECISION")
+    return {".weight": formats.modelopt}
+
+
+def _mxfp4(entry: _Entry) -> Formats:
+    return {"_blocks": formats.mxfp4_experts}
+
+
+def _compressed_tensors(entry: _Entry) -> Formats:
+    entry.one_of("quantization_status", "compressed", "frozen")
+    entry.none("transform_config")
+    if (sparsity := entry.object("sparsity_config")).raw:
+        sparsity.one_of("format", "dense")
+    groups = [entry.object("config_groups").object(name) for name in entry.object("config_groups").raw]
+    for each in (entry, *groups):
+        each.one_of("format", None, *_COMPRESSED)
+    weights = [group.object("weights") for group in groups]
+    blocks = {each.block("block_structure") for each in weights} - {None}
+    if len(blocks) > 1:
+        raise entry.fail("config_groups", "one block_structure for all groups: nothing else is implemented")
+    bits = {each.one_of("num_bits", *range(9)) for each in weights if each.get("type") == "int"}
+    return {
+        ".weight": functools.partial(formats.scaled, block=next(iter(blocks), None)),
+        ".weight_packed": functools.partial(formats.packed, bits=bits.pop() if len(bits) == 1 else None),
+    }
+
+
+_COMPRESSED = (
+    *("pack-quantized", "int-quantized", "float-quantized", "naive-quantized"),
+    *("nvfp4-pack-quantized", "mxfp4-pack-quantized", "mixed-precision"),
+)
+"""Formats of compressed-tensors."""
+_METHODS: Mapping[str, Callable[[_Entry], Formats]] = {
+    "fp8": _fp8,
+    "fbgemm_fp8": _fp8,
+    "compressed-tensors": _compressed_tensors,
+    "modelopt": _modelopt,
+    "gptq": _gptq,
+    "awq": _awq,
+    "bitsandbytes": _bitsandbytes,
+    "mxfp4": _mxfp4,
+}
