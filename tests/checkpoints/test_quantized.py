@@ -229,6 +229,61 @@ def test_a_device_reads_its_rows(tmp_path):
     assert int(done.stdout.removeprefix("same ")) > 3
 
 
+def test_experts_in_one_tensor(tmp_path):
+    """Of transformers 5: [expert, ., .] of float8, with scales of blocks or of experts."""
+    rng = np.random.default_rng(0)
+    codes = rng.integers(0, 120, (3, 32, 24), dtype=np.uint8)
+    values = codes.view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+    name, config = "layer.experts.gate_up_proj", {"quant_method": "fp8", "weight_block_size": [16, 16]}
+    _, quantization = without_quantization({"quantization_config": config})
+    for scale in (rng.random((3, 2, 2), dtype=np.float32), rng.random((3, 1, 1), dtype=np.float32)):
+        stored = {name: codes.view(ml_dtypes.float8_e4m3fn), f"{name}_scale_inv": scale}
+        save_file(stored, tmp_path / "t.safetensors")
+        found = quantization.dequantized(read_header(tmp_path / "t.safetensors"))
+        each = np.repeat(np.repeat(scale, 32 // scale.shape[1], 1), 16 if scale.shape[2] > 1 else 24, 2)[:, :, :24]
+        assert set(found) == {name}
+        np.testing.assert_array_equal(read(found[name]), values * each)
+        np.testing.assert_array_equal(read(found[name].entry(1)), (values * each)[1])
+        np.testing.assert_array_equal(read(found[name].rows(1, 3)), (values * each)[1:])
+    save_file({**stored, f"{name}_scale_inv": np.ones((3, 2, 3), np.float32)}, tmp_path / "t.safetensors")
+    with pytest.raises(ValueError, match="one scale per expert, per row, or per whole block"):
+        quantization.dequantized(read_header(tmp_path / "t.safetensors"))
+
+
+def test_experts_of_llama4_with_a_tensor_each(tmp_path):
+    """As quantized files of Llama 4 have them, where the plain ones have all experts in one tensor, transposed."""
+    case = load_case("llama4")
+    write_checkpoint(tmp_path, case)
+    expected, _ = load_model(tmp_path)
+    apart = {}
+    for name, tensor in load_file(tmp_path / "model.safetensors").items():
+        if ".experts." not in name:
+            apart[name] = tensor
+            continue
+        start, kind = name.rsplit(".", 1)
+        for expert, matrix in enumerate(tensor):
+            parts = np.split(matrix, 2, axis=1) if kind == "gate_up_proj" else [matrix]
+            for part, array in zip(("gate", "up") if len(parts) == 2 else ("down",), parts, strict=True):
+                apart[f"{start}.{expert}.{part}_proj.weight"] = array.T.copy()
+    save_file(apart, tmp_path / "model.safetensors")
+    same(load_model(tmp_path)[0], expected)
+
+
+def test_biases_of_zeros_are_left_out(tmp_path):
+    """AutoGPTQ writes a bias for each layer, also of models that have none."""
+    tensors, _ = fp8_checkpoint(tmp_path, "llama3", {"quantization_config": FP8})
+    expected, _ = load_model(tmp_path)
+    rows = tensors["model.layers.1.mlp.down_proj.weight"].shape[0]
+    bias = np.zeros(rows, ml_dtypes.bfloat16)
+    name = "model.layers.1.mlp.down_proj.bias"
+    save_file({**tensors, name: bias}, tmp_path / "model.safetensors")
+    same(load_model(tmp_path)[0], expected)
+    bias[3] = 1
+    save_file({**tensors, name: bias}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=f"no use for: '{name}'"):
+        load_model(tmp_path)
+
+
 def test_a_plan_is_one_of_the_floats(tmp_path):
     fp8_checkpoint(tmp_path, "llama3", {"quantization_config": FP8})
     config = RunConfig(model=ModelSource(str(tmp_path)), prompts=["x"])

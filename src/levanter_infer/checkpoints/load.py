@@ -124,6 +124,8 @@ def _open(source: Source, wanted: np.dtype | None, hf_config: Mapping[str, Any])
         tensors = {name: stored_names[stored] for name, stored in family.own_names(stored_names, hf_config).items()}
         _check_size(config, tensors, source)
         params = parameters(DecoderModel.types(config), family.table_for(tensors))
+        if quantization is not None:
+            tensors = quantization.without_zero_biases(tensors, {name for param in params for name in param.names})
     head = family.tensor_of("lm_head.weight") if config.tie_word_embeddings else None
     embeddings = family.tensor_of("embeddings.weight")
     _check_names(params, tensors, head, source)

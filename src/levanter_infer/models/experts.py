@@ -12,6 +12,14 @@ from levanter_infer.models.hf_config import HfConfig
 from levanter_infer.models.tensors import Tensor, tensor_table
 
 
+def tensors_by_expert(experts: str) -> tuple[Tensor, ...]:
+    """The lines of gated experts that have a tensor for each matrix. Args: experts: the start of the names."""
+    return tuple(
+        Tensor(f"{experts}.{{expert}}.{name}_proj.weight", (f"layers.mlp.{name}_proj.weight",))
+        for name in ("gate", "up", "down")
+    )
+
+
 def feed_forwards(
     num_layers: int,
     experts: ExpertsBlock,

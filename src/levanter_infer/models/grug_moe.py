@@ -16,6 +16,7 @@ from levanter_infer.layers.norm import NormConfig
 from levanter_infer.layers.router import Router, Score, SelectionBias
 from levanter_infer.models.blocks import Block
 from levanter_infer.models.config import DecoderConfig
+from levanter_infer.models.experts import tensors_by_expert
 from levanter_infer.models.family import TENSOR_NAMES, Family, Sizes, common_to_hf, one_rope, read_sizes
 from levanter_infer.models.hf_config import HfConfig
 from levanter_infer.models.qwen3_moe import read_num_experts
@@ -224,10 +225,11 @@ GRUG_MOE_TENSORS = tensor_table(
         for name in ("gate", "up", "down")
     ),
 )
-BY_EXPERT = tuple(
-    Tensor(f"{_LAYER}.mlp.experts.{{expert}}.{name}_proj.weight", (f"layers.mlp.{name}_proj.weight",))
-    for name in ("gate", "up", "down")
-)
 GRUG_MOE = Family(
-    "grug_moe", "GrugMoeForCausalLM", config_from_hf, config_to_hf, GRUG_MOE_TENSORS, alternatives=BY_EXPERT
+    "grug_moe",
+    "GrugMoeForCausalLM",
+    config_from_hf,
+    config_to_hf,
+    GRUG_MOE_TENSORS,
+    alternatives=tensors_by_expert(f"{_LAYER}.mlp.experts"),
 )

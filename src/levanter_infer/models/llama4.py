@@ -12,7 +12,14 @@ from levanter_infer.layers.rotary import RopeConfig
 from levanter_infer.layers.router import Router, Score
 from levanter_infer.models.blocks import Block
 from levanter_infer.models.config import DecoderConfig
-from levanter_infer.models.experts import check_chosen, dense_layers, dense_width, expert_tensors, feed_forwards
+from levanter_infer.models.experts import (
+    check_chosen,
+    dense_layers,
+    dense_width,
+    expert_tensors,
+    feed_forwards,
+    tensors_by_expert,
+)
 from levanter_infer.models.family import Family, Sizes, common_to_hf, one_rope, read_sizes, rope_to_hf
 from levanter_infer.models.hf_config import FULL, HfConfig
 from levanter_infer.models.mixtral import local_experts_to_hf
@@ -116,7 +123,11 @@ LLAMA4_TENSORS = expert_tensors(
     router="router",
     shared="shared_expert",
 )
-LLAMA4 = Family("llama4_text", "Llama4ForCausalLM", config_from_hf, config_to_hf, LLAMA4_TENSORS)
+BY_EXPERT = tensors_by_expert(_EXPERTS)
+"""Of quantized files."""
+LLAMA4 = Family(
+    "llama4_text", "Llama4ForCausalLM", config_from_hf, config_to_hf, LLAMA4_TENSORS, alternatives=BY_EXPERT
+)
 LLAMA4_WITH_VISION = Family(
     "llama4",
     "Llama4ForConditionalGeneration",
@@ -125,5 +136,6 @@ LLAMA4_WITH_VISION = Family(
     LLAMA4_TENSORS,
     prefixes=(("language_model.", ""),),
     unused=("vision_model.", "multi_modal_projector."),
+    alternatives=BY_EXPERT,
 )
 """Read as its text model, and saved as one (`llama4_text`)."""

@@ -63,6 +63,11 @@ class Tensor:
     scalar: bool = False
     """Whether the tensor is a number without axes; it is also read with one axis of size one, as Levanter writes it."""
 
+    @property
+    def of_experts(self) -> bool:
+        """Whether the parameters are of experts; dense layers have lines of their own for the same paths."""
+        return self.stacked_experts or "{expert}" in self.name
+
     def is_for(self, name: str) -> bool:
         """Whether the tensor `name` of a checkpoint is one of this line."""
         pattern = re.sub(r"\\{(layer|mixer|feed_forward|expert)\\}", r"\\d+", re.escape(self.name))
@@ -176,9 +181,10 @@ def tensor_table(names: Mapping[str, str], *others: Tensor) -> tuple[Tensor, ...
 
 
 def replaced(table: Sequence[Tensor], *others: Tensor) -> tuple[Tensor, ...]:
-    """`table` with others instead of its lines that hold any of their parameters."""
-    taken = {path for tensor in others for path in tensor.parameters}
-    return (*(line for line in table if not taken.intersection(line.parameters)), *others)
+    """`table` with others instead of its lines that hold any of their parameters, of experts or of dense layers."""
+    taken = {(path, tensor.of_experts) for tensor in others for path in tensor.parameters}
+    kept = (line for line in table if not any((path, line.of_experts) in taken for path in line.parameters))
+    return (*kept, *others)
 
 
 def parameters(model: DecoderModel, table: Sequence[Tensor]) -> list[Parameter]:
@@ -209,7 +215,7 @@ def _parts(model: DecoderModel, tensor: Tensor, paths: Sequence[str], stack: Sta
     assert len(arrays) == len(paths), f"the model has a part of {paths}"
     lead, columns = _split(*found[0])
     experts = next((axis.size for axis in lead if axis.name == EXPERT), None)
-    if (experts is not None) != (tensor.stacked_experts or "{expert}" in tensor.name):
+    if (experts is not None) != tensor.of_experts:
         return ()  # a line for dense feed-forward blocks, and one of experts, or the other way round
     rows = tuple(math.prod(axis.size for axis in array.axes[len(lead) :]) // math.prod(columns) for array in arrays)
     groups = _groups(tensor.order, rows, stack)

@@ -6,14 +6,14 @@ what was done to choose the codes (`ignore`, `desc_act`, `damp_percent`, …) an
 """
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from levanter_infer.checkpoints.quantized import formats
 from levanter_infer.checkpoints.quantized.formats import Module
 from levanter_infer.checkpoints.quantized.tensors import DequantizedTensor
-from levanter_infer.checkpoints.weights import DTYPES, StoredTensor
+from levanter_infer.checkpoints.weights import DTYPES, StoredTensor, read_raw
 
 KEYS = ("quantization_config", "compression_config")
 """Keys of config.json; the second is an older name."""
@@ -40,7 +40,7 @@ class Quantization:
             suffix = next((suffix for suffix in self.formats if name.endswith(suffix)), None)
             if suffix is None or tensor.dtype in DTYPES:
                 continue
-            module = Module(name.removesuffix(suffix), stored)
+            module = Module(name if suffix[1:] in _STACKED else name.removesuffix(suffix), stored)
             weights.append(self.formats[suffix](module))
             for part in module.taken:
                 found.pop(part, None)
@@ -54,7 +54,27 @@ class Quantization:
             found[weight.name] = weight.counted_as(dtype)
         return found
 
+    @staticmethod
+    def without_zero_biases(tensors: Mapping[str, StoredTensor], expected: Collection[str]) -> dict[str, StoredTensor]:
+        """The tensors without biases of zeros that the model does not have: AutoGPTQ writes one for each layer.
 
+        Args:
+            tensors: as `dequantized` gives them.
+            expected: names of the model's tensors.
+        """
+
+        def is_extra(name: str) -> bool:
+            weight = tensors.get(f"{name.removesuffix('.bias')}.weight")
+            return name.endswith(".bias") and name not in expected and isinstance(weight, DequantizedTensor)
+
+        names = [name for name, tensor in tensors.items() if is_extra(name) and tensor.dtype in DTYPES]
+        arrays = read_raw([tensors[name] for name in names])
+        zeros = {name for name, array in zip(names, arrays, strict=True) if not array.any()}
+        return {name: tensor for name, tensor in tensors.items() if name not in zeros}
+
+
+_STACKED = ("gate_up_proj", "down_proj")
+"""Ends of the names of tensors that hold the matrices of all experts, which are no modules of their own."""
 _UNUSED = tuple(f".{suffix}" for suffix in formats.UNUSED)
 
 
@@ -147,9 +167,17 @@ def _method(entry: _Entry) -> str:
     return method
 
 
+def _matrices(block: tuple[int, int] | None) -> Formats:
+    stacked = functools.partial(formats.stacked, block=block)
+    return {
+        ".weight": functools.partial(formats.scaled, block=block),
+        **{f".{name}": stacked for name in _STACKED},
+    }
+
+
 def _fp8(entry: _Entry) -> Formats:
     entry.one_of("fmt", "e4m3", "float8_e4m3fn")
-    return {".weight": functools.partial(formats.scaled, block=entry.block("weight_block_size"))}
+    return _matrices(entry.block("weight_block_size"))
 
 
 def _gptq(entry: _Entry) -> Formats:
@@ -195,10 +223,8 @@ def _compressed_tensors(entry: _Entry) -> Formats:
     if len(blocks) > 1:
         raise entry.fail("config_groups", "one block_structure for all groups: nothing else is implemented")
     bits = {each.one_of("num_bits", *range(9)) for each in weights if each.get("type") == "int"}
-    return {
-        ".weight": functools.partial(formats.scaled, block=next(iter(blocks), None)),
-        ".weight_packed": functools.partial(formats.packed, bits=bits.pop() if len(bits) == 1 else None),
-    }
+    packed = functools.partial(formats.packed, bits=bits.pop() if len(bits) == 1 else None)
+    return {**_matrices(next(iter(blocks), None)), ".weight_packed": packed}
 
 
 _COMPRESSED = (

@@ -20,6 +20,8 @@ from levanter_infer.checkpoints.weights import StoredTensor, read_raw
 
 WORD_BITS = (2, 4, 8)
 """Bits per code, where words of 32 bits hold integers. Codes of 3, 5 or 6 bits would cross the ends of bytes."""
+FLOATS = ("F32", "F16", "BF16", "F8_E4M3", "F8_E8M0")
+"""Dtypes of scales."""
 UNUSED = (
     *("input_scale", "input_scale_ub", "input_zero_point", "input_global_scale", "activation_scale", "output_scale"),
     *("q_scale", "k_scale", "v_scale", "kv_scale", "k_zero_point", "v_zero_point"),
@@ -66,7 +68,7 @@ class Module:
     ) -> Scales:
         """How a part's values stand for a matrix [out, in]. Raises: ValueError if its shape fits in no way."""
         found = Scales.fit(part.shape, matrix, block)
-        if found is None or part.dtype not in ("F32", "F16", "BF16", "F8_E4M3", "F8_E8M0"):
+        if found is None or part.dtype not in FLOATS:
             each = "" if block is None else f", one per block of {block[0]} x {block[1]}"
             raise self.fail(f"floats: one scale, one per row{each}, of a matrix {list(matrix)}", part, *also)
         return found
@@ -106,6 +108,26 @@ def scaled(module: Module, block: tuple[int, int] | None) -> DequantizedTensor:
         return fit.apply(values, start, numbers(scale, arrays["scale"]), arrays.get("zero"), arrays.get("groups"))
 
     return module.weight(matrix, dict(weight=weight, scale=scale, zero=zero, groups=groups), ["weight"], decode)
+
+
+def stacked(module: Module, block: tuple[int, int] | None) -> DequantizedTensor:
+    """As `scaled`, of all experts of a layer in one tensor, [expert, ., .] (transformers 5): `gate_up_proj` or
+    `down_proj`, and the same name with `_scale_inv` or `_scale`. Scales are of blocks, or there is one per expert."""
+    weight, scale = module.take(""), module.find("_scale_inv") or module.take("_scale")
+    if len(weight.shape) != 3 or weight.dtype not in ("F8_E4M3", "I8"):
+        raise module.fail("matrices of F8_E4M3 or I8, one per expert", weight)
+    experts, rows, columns = weight.shape
+    each = scale.shape[1:] if scale.shape[:1] == (experts,) else (-1,)
+    fit = Scales.fit(each, (rows, columns), block)
+    if fit is None or (rows % fit.block[0] and fit.shape[0] > 1) or scale.dtype not in FLOATS:
+        raise module.fail("floats: one scale per expert, per row, or per whole block", weight, scale)
+
+    def decode(arrays: Arrays, start: int, stop: int) -> np.ndarray:
+        values = numbers(weight, arrays["weight"]).reshape(-1, columns)
+        together = Scales((fit.shape[0] * (stop - start), fit.shape[1]), fit.block)
+        return together.apply(values, 0, numbers(scale, arrays["scale"]))
+
+    return module.weight(weight.shape, dict(weight=weight, scale=scale), ["weight", "scale"], decode, suffix="")
 
 
 def packed(module: Module, bits: int | None) -> DequantizedTensor:
