@@ -251,9 +251,8 @@ def score_again(config: RunConfig, sampled: Sampled) -> list[Pair]:
 def plain_model(config: RunConfig):
     """The configuration's model as it is stored. Raises: ValueError as `load_model`."""
     from levanter_infer.checkpoints.load import load_weights
-    from levanter_infer.checkpoints.source import resolve_source
 
-    return load_weights(resolve_source(config.model.path, config.model.revision), dtype=config.model.dtype)
+    return load_weights(config.model.resolve(), dtype=config.model.dtype)
 
 
 def beside_uncached(model, outputs: Sequence[RequestOutput], max_seq_len: int) -> list[Pair]:

@@ -15,6 +15,7 @@ from typing import Any
 import yaml
 
 from levanter_infer.checkpoints.chat import CHAT_KEYS, check_chat_settings
+from levanter_infer.checkpoints.source import Source, resolve_source
 from levanter_infer.columns import check_include
 from levanter_infer.engine.config import EngineConfig
 from levanter_infer.engine.mesh import MeshConfig
@@ -27,12 +28,12 @@ _MAX_ALIASED_NODES = 100_000
 """Values of a configuration with aliases, at most; a value counts as often as it is named."""
 _SOURCES = ("prompts", "prompts_file", "chat")
 _PLAIN_TEXT = (
-    *("model.path", "model.dtype", "model.revision", "tokenizer", "prompts", "prompts_file"),
+    *("model.path", "model.dtype", "model.revision", "model.adapter", "tokenizer", "prompts", "prompts_file"),
     *("output.path", "output.metrics", "sampling.stop", "multihost.coordinator", "multihost.bind"),
     *("plan.target", "plan.shape", "plan.json"),
 )
 """Keys whose value on the command line is plain text; all others are YAML."""
-_FILES = ("model.path", "tokenizer", "prompts_file", "output.path", "output.metrics")
+_FILES = ("model.path", "model.adapter", "tokenizer", "prompts_file", "output.path", "output.metrics")
 _SHORT = {"model": "path", "output": "path", "multihost": "coordinator", "sampling": "from_model"}
 """Sections that may be a plain string, and the key that the string sets."""
 
@@ -47,6 +48,12 @@ class ModelSource:
     """bfloat16 or float32; default: as stored."""
     revision: str | None = None
     """Branch, tag or commit of a hub repository."""
+    adapter: str | None = None
+    """A LoRA adapter as PEFT saves it, which is merged into the weights: a directory, a URL or a hub id."""
+
+    def resolve(self) -> Source:
+        """Find it, as `resolve_source`."""
+        return resolve_source(self.path, self.revision, adapter=self.adapter)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -49,6 +49,18 @@ def model_fingerprint(source: "Source") -> dict[str, str]:
         "revision": source.revision or "",
         "weights_sha256" if of_content else "weights_checksums": hashlib.sha256(weights.encode()).hexdigest(),
         "config_sha256": hashlib.sha256(source.read_bytes(CONFIG, 2**20)).hexdigest(),
+        **({} if source.adapter is None else _adapter_fingerprint(source.adapter)),
+    }
+
+
+def _adapter_fingerprint(adapter: "Source") -> dict[str, str]:
+    from levanter_infer.checkpoints.source import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+
+    return {
+        "adapter_name": adapter.name,
+        "adapter_revision": adapter.revision or "",
+        "adapter_weights": _identity(adapter.file(ADAPTER_WEIGHTS))[0],
+        "adapter_config_sha256": hashlib.sha256(adapter.read_bytes(ADAPTER_CONFIG, 2**22)).hexdigest(),
     }
 
 

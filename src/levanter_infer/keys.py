@@ -70,7 +70,7 @@ REMARKS = {
     "trust_remote_code": "code that comes with a model is never run; leave it out",
     "quantization": "quantized checkpoints are recognized and read as floats; leave it out (pages: engine.kv_dtype)",
     "speculative_config": "there is no speculative decoding; leave it out",
-    "enable_lora": "there are no adapters at run time; merge them into the weights, and leave it out",
+    "enable_lora": "one adapter is merged into the weights when they are read: model.adapter; leave it out",
     "stream": "results are written when they are complete; leave it out",
 }
 """Hints for settings of other engines that this one has no key for."""

@@ -30,7 +30,7 @@ from levanter_infer.engine.request import Request, RequestOutput
 from levanter_infer.engine.text import IncrementalDecoder
 
 _SCORE = SamplingParams(max_tokens=0, temperature=0.0, prompt_logprobs=1)
-_LOAD = ("model", "revision", "dtype", "tokenizer", "seed", "max_gen_toks")
+_LOAD = ("model", "revision", "dtype", "adapter", "tokenizer", "seed", "max_gen_toks")
 _ENGINE = tuple(field.name for field in dataclasses.fields(EngineConfig) if field.name != "tiles")
 _NOT_IN_TASKS = {"max_tokens", "stop", "n", "best_of", "logprobs", "prompt_logprobs", "return_routed_experts"}
 _SAMPLING = tuple(field.name for field in dataclasses.fields(SamplingParams) if field.name not in _NOT_IN_TASKS)
@@ -43,7 +43,10 @@ _GEN_KWARGS = (
     "do_sample",
     *_SAMPLING,
 )
-_NAMES_ELSEWHERE = {"pretrained": "model", "path": "model", "max_model_len": "max_seq_len", "max_length": "max_seq_len"}
+_NAMES_ELSEWHERE = {
+    **{"pretrained": "model", "path": "model", "peft": "adapter"},
+    **{"max_model_len": "max_seq_len", "max_length": "max_seq_len"},
+}
 _NAME = "levanter-infer"
 _DEFAULT_DEVICE = "cuda:0"
 """The device that the harness' command passes when it was given none."""
@@ -82,8 +85,8 @@ class EngineLM(TemplateLM):
         """Load a model and make its engine.
 
         Args:
-            arg_dict: `model` (as in `load_model`), and where wanted `revision`, `dtype`, `tokenizer` (a directory, URL
-                or hub id), `seed`, `max_gen_toks` and the fields of `EngineConfig`.
+            arg_dict: `model` (as in `load_model`), and where wanted `revision`, `dtype`, `adapter`, `tokenizer` (a
+                directory, URL or hub id), `seed`, `max_gen_toks` and the fields of `EngineConfig`.
             additional_config: the harness' `batch_size` and `max_batch_size`, which stay at their defaults, and
                 `device`, which is None or what the harness' command passes when it was given none ("cuda:0").
         Raises: ValueError for an unknown name, a wrong value, a batch size or a device.
@@ -101,7 +104,8 @@ class EngineLM(TemplateLM):
         if device not in (None, _DEFAULT_DEVICE):
             raise ValueError(_device_refusal(device))
         config = EngineConfig(**{name: value for name, value in arg_dict.items() if name in _ENGINE})
-        model, tokenizer = load_model(arg_dict["model"], dtype=arg_dict.get("dtype"), revision=arg_dict.get("revision"))
+        named = {name: arg_dict.get(name) for name in ("dtype", "revision", "adapter")}
+        model, tokenizer = load_model(arg_dict["model"], **named)
         if arg_dict.get("tokenizer"):
             tokenizer = Tokenizer.from_source(resolve_source(arg_dict["tokenizer"], weights=False))
         engine = InferenceEngine(model, tokenizer, config, seed=arg_dict.get("seed", 0), donate_model=True)

@@ -94,15 +94,13 @@ def _run(config: RunConfig, hosts: Hosts | None) -> int:
 
 def run_fingerprint(config: RunConfig, rows: Sequence[Row]) -> dict[str, str]:
     """Facts that processes sampling together must have in common. Paths may differ; contents may not."""
-    from levanter_infer.checkpoints.source import resolve_source
-
     facts = {
         "sampling": dataclasses.asdict(config.sampling),
         "engine": dataclasses.asdict(config.engine_config()),
         "mesh": dataclasses.asdict(config.mesh),
         "model": {
             "dtype": config.model.dtype,
-            **model_fingerprint(resolve_source(config.model.path, config.model.revision)),
+            **model_fingerprint(config.model.resolve()),
         },
         "tokenizer": tokenizer_fingerprint(
             config.tokenizer or config.model.path, None if config.tokenizer else config.model.revision
@@ -110,7 +108,7 @@ def run_fingerprint(config: RunConfig, rows: Sequence[Row]) -> dict[str, str]:
         "prompts": hashlib.sha256(repr(rows).encode()).hexdigest(),
         "device": device_fingerprint(config.engine_config().cpu_isa),
     }
-    named = ("model.name", "model.revision", "tokenizer.name")
+    named = ("model.name", "model.revision", "model.adapter_name", "model.adapter_revision", "tokenizer.name")
     return {key: str(value) for key, value in flat(facts).items() if key not in named}
 
 

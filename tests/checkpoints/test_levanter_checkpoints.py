@@ -154,3 +154,20 @@ def test_urls_become_stores_of_tensorstore():
     assert kvstore_spec("file:///run/step-7") == {"driver": "file", "path": "/run/step-7/"}
     with pytest.raises(ValueError, match="hf://a/b: expected a directory, or a URL of gs:// or s3://"):
         kvstore_spec("hf://a/b")
+
+
+def test_an_adapter_is_merged_into_the_arrays_of_a_trainer(step, tmp_path):
+    name = NAMES[0]
+    directory, plain = step(name), from_hf(name, tmp_path / "hf")
+    adapter, module = tmp_path / "adapter", "model.layers.1.mlp.up_proj"
+    rows, columns = tensor_shapes(LEVANTER_CHECKPOINTS[name])[f"{module}.weight"]
+    rng = np.random.default_rng(0)
+    parts = {"A": rng.normal(size=(2, columns)), "B": rng.normal(size=(rows, 2))}
+    named = {f"base_model.model.{module}.lora_{part}.weight": parts[part].astype(np.float32) for part in "AB"}
+    adapter.mkdir()
+    save_file(named, adapter / "adapter_model.safetensors")
+    (adapter / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 2, "lora_alpha": 4}))
+    expected = open_model(resolve_source(tmp_path / "hf", adapter=adapter)).read()
+    assert_same(load_model(directory, adapter=adapter)[0], expected)
+    differing = [np.array_equal(*pair) for pair in zip(*map(jax.tree.leaves, (expected, plain.read())), strict=True)]
+    assert differing.count(False) == 1

@@ -347,8 +347,8 @@ def check_same(there: Mapping[str, Any], here: Mapping[str, Any]) -> None:
 
 
 _PATHS = (
-    *("config.prompts_file", "config.model.path", "config.model.revision", "config.tokenizer"),
-    *("model.name", "model.revision", "tokenizer.name"),
+    *("config.prompts_file", "config.model.path", "config.model.revision", "config.model.adapter", "config.tokenizer"),
+    *("model.name", "model.revision", "model.adapter_name", "model.adapter_revision", "tokenizer.name"),
 )
 _GUARANTEE_TEXT = "guarantee.promise"
 """Text for readers of `job.json`, which follows from `guarantee.numerics`."""

@@ -210,10 +210,9 @@ def _same_files(source: Input, spec: dict[str, Any]) -> InputShards:
 
 
 def _fingerprints(config: BatchRunConfig) -> dict[str, Any]:
-    from levanter_infer.checkpoints.source import resolve_source
 
     return {
-        "model": model_fingerprint(resolve_source(config.model.path, config.model.revision)),
+        "model": model_fingerprint(config.model.resolve()),
         "tokenizer": tokenizer_fingerprint(
             config.tokenizer or config.model.path, None if config.tokenizer else config.model.revision
         ),

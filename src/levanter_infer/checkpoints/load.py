@@ -1,6 +1,7 @@
 """Load an HF checkpoint: check all tensors against the headers, then read one at a time into stacked arrays."""
 
 import dataclasses
+import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,9 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
+from levanter_infer.checkpoints.adapter import adapted
 from levanter_infer.checkpoints.levanter import is_levanter, levanter_tensors
 from levanter_infer.checkpoints.quantized.config import without_quantization
-from levanter_infer.checkpoints.source import CONFIG, Source, resolve_source
+from levanter_infer.checkpoints.source import ADAPTER_CONFIG, CONFIG, Source, resolve_source
 from levanter_infer.checkpoints.weights import DTYPES, StoredTensor, enumerate_names, read_tensors, stored_tensors
 from levanter_infer.kernels.cpu import huge_pages
 from levanter_infer.layers.layout import Layout
@@ -39,6 +41,7 @@ def load_model(
     dtype: str | None = None,
     revision: str | None = None,
     config: Mapping[str, Any] | None = None,
+    adapter: str | Path | None = None,
 ) -> tuple[DecoderModel, "Tokenizer | None"]:
     """Load the model and the tokenizer of a checkpoint.
 
@@ -48,11 +51,13 @@ def load_model(
         dtype: bfloat16 or float32; None keeps the stored one.
         revision: branch, tag or commit of the hub repository.
         config: contents of a config.json, instead of the checkpoint's own; Levanter's trainer writes none.
+        adapter: a LoRA adapter as PEFT saves it, in a directory, at a URL or on the hub, that is merged into the
+            weights.
     Returns: the model, and the tokenizer or None if there is no tokenizer.json.
     Raises: ValueError saying which file, key or tensor is wrong and what to do, before weights are allocated.
     """
     enable_compile_cache()
-    source = resolve_source(path_or_id, revision)
+    source = resolve_source(path_or_id, revision, adapter=adapter)
     model = load_weights(source, dtype=dtype, config=config)
     return model, load_tokenizer(source)
 
@@ -107,6 +112,12 @@ def _config_json(source: Source) -> dict[str, Any]:
             "it (Levanter's config.to_hf_config(vocab_size).save_pretrained(directory) writes one), or give its "
             "contents as config="
         )
+    if source.has(ADAPTER_CONFIG) and not source.has(CONFIG):
+        base = source.read_json(ADAPTER_CONFIG).get("base_model_name_or_path")
+        raise ValueError(
+            f"{source.name} is an adapter and no model; give its base as the model ({ADAPTER_CONFIG} names "
+            f"{reprlib.repr(base)}), and this as adapter="
+        )
     return source.read_json(CONFIG)
 
 
@@ -126,6 +137,8 @@ def _open(source: Source, wanted: np.dtype | None, hf_config: Mapping[str, Any])
         params = parameters(DecoderModel.types(config), family.table_for(tensors))
         if quantization is not None:
             tensors = quantization.without_zero_biases(tensors, {name for param in params for name in param.names})
+    if source.adapter is not None:
+        tensors = adapted(tensors, source.adapter, lambda names: family.own_names(names, hf_config))
     head = family.tensor_of("lm_head.weight") if config.tie_word_embeddings else None
     embeddings = family.tensor_of("embeddings.weight")
     _check_names(params, tensors, head, source)

@@ -1,5 +1,6 @@
 """`Source`: the files of a checkpoint, in a directory, at a URL that fsspec reads, or on the Hugging Face hub."""
 
+import dataclasses
 import json
 import logging
 import os
@@ -16,14 +17,16 @@ logger = logging.getLogger(__name__)
 
 CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
 GENERATION = "generation_config.json"
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _TEXT_FILES = (
     *(CONFIG, INDEX, GENERATION, "tokenizer.json", "tokenizer_config.json"),
     *("special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "chat_template.json"),
+    ADAPTER_CONFIG,
     "additional_chat_templates/*.jinja",
 )
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _SHARD = re.compile(r"[A-Za-z0-9][\w.-]*\.safetensors")
-_MAX_JSON_BYTES = {CONFIG: 2**20, GENERATION: 2**20, INDEX: 2**26}
+_MAX_JSON_BYTES = {CONFIG: 2**20, GENERATION: 2**20, INDEX: 2**26, ADAPTER_CONFIG: 2**22}
 
 
 @dataclass(frozen=True)
@@ -35,6 +38,8 @@ class Source:
     """The directory or id as the user gave it."""
     revision: str | None
     """Commit of the hub repository; None for a directory."""
+    adapter: "Source | None" = None
+    """The adapter that is merged into the weights."""
 
     def file(self, name: str) -> Path | RemoteFile:
         """A file of the checkpoint, inside its directory.
@@ -108,7 +113,7 @@ class Source:
 class RemoteSource(Source):
     """A checkpoint at a URL. `directory` is a name only, no local path."""
 
-    remote: RemoteDirectory
+    remote: RemoteDirectory = dataclasses.field(kw_only=True)
 
     def file(self, name: str) -> RemoteFile:
         file = self.remote.file(name)
@@ -154,7 +159,13 @@ def parse_json(data: bytes, what: str) -> dict[str, Any]:
     return value
 
 
-def resolve_source(path_or_id: str | Path, revision: str | None = None, *, weights: bool = True) -> Source:
+def resolve_source(
+    path_or_id: str | Path,
+    revision: str | None = None,
+    *,
+    weights: bool = True,
+    adapter: str | Path | None = None,
+) -> Source:
     """Find a checkpoint, and download it if it is on the hub: configuration, tokenizer and safetensors, nothing else.
 
     Args:
@@ -162,39 +173,33 @@ def resolve_source(path_or_id: str | Path, revision: str | None = None, *, weigh
             `Path`, and a string that begins with `/`, `.` or `~`, is never a hub id.
         revision: branch, tag or commit of the hub repository; pin a commit for results that can be repeated.
         weights: download the safetensors too.
+        adapter: a LoRA adapter that is merged into the weights, likewise; None: none.
     Raises: ValueError if there is no such directory, URL or repository.
     """
-    if not isinstance(path_or_id, str | os.PathLike):
-        raise ValueError(f"model is {reprlib.repr(path_or_id)}; expected a directory, a URL or a hub id")
-    if isinstance(path_or_id, str) and is_url(path_or_id):
-        opened = open_directory(path_or_id)
-        if revision is not None:
-            raise ValueError(f"revision={revision!r} with the URL {path_or_id}: revisions are for hub ids")
-        if isinstance(opened, RemoteDirectory):
-            return RemoteSource(Path(opened.root), path_or_id, None, opened)
-        if not opened.is_dir():
-            raise ValueError(f"model {path_or_id!r}: {opened} is no directory; give the directory that holds {CONFIG}")
-        return Source(opened, path_or_id, None)
-    try:
-        directory = Path(path_or_id).expanduser()
-        is_directory, exists = directory.is_dir(), directory.exists()
-    except (RuntimeError, OSError) as e:  # no such user's home; a name too long; a folder that may not be entered
-        why = e.strerror if isinstance(e, OSError) else e
-        raise ValueError(f"cannot look for model {str(path_or_id)[:200]!r}: {why}; give a directory or a hub id") from e
-    if is_directory:
-        if revision is not None:
-            raise ValueError(f"revision={revision!r} with the directory {directory}: revisions are for hub ids")
-        return Source(directory, str(path_or_id), None)
+    found = _resolve_source(path_or_id, revision, weights=weights)
+    return found if adapter is None else dataclasses.replace(found, adapter=_resolve_adapter(adapter))
+
+
+def _resolve_adapter(path_or_id: str | Path) -> Source:
+    found = _local_source(path_or_id, None, "adapter", ADAPTER_CONFIG)
+    if found is None:
+        name = str(path_or_id)
+        found = Source(_download(name, None, (ADAPTER_CONFIG, ADAPTER_WEIGHTS)), name, None)
+        found = dataclasses.replace(found, revision=found.directory.name)
+    for file in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
+        if not found.has(file):
+            raise ValueError(
+                f"adapter {found.name!r}: no {file} in {found.where()}; expected the directory that PEFT's "
+                "save_pretrained wrote, with safetensors"
+            )
+    return found
+
+
+def _resolve_source(path_or_id: str | Path, revision: str | None, *, weights: bool) -> Source:
+    found = _local_source(path_or_id, revision, "model", CONFIG)
+    if found is not None:
+        return found
     name = str(path_or_id)
-    if exists:
-        raise ValueError(f"model {name!r} is a file; give the directory that holds {CONFIG}, or a hub id")
-    if isinstance(path_or_id, Path):
-        raise ValueError(f"model {name!r}: there is no directory {directory.absolute()}; give hub ids as strings")
-    if not _HUB_ID.fullmatch(name):
-        raise ValueError(
-            f"model {name!r} is no such directory, and no hub id of the form org/name (looked for "
-            f"{directory.absolute()}); give the directory that holds {CONFIG}, or a hub id"
-        )
     text = Source(_download(name, revision, _TEXT_FILES), name, None)
     commit = text.directory.name
     logger.info("model %s: revision %s", name, commit)
@@ -202,6 +207,49 @@ def resolve_source(path_or_id: str | Path, revision: str | None = None, *, weigh
         return Source(text.directory, name, commit)
     shards = [SINGLE] if not text.has(INDEX) else list(text.shards())
     return Source(_download(name, commit, (*_TEXT_FILES, *shards)), name, commit)
+
+
+def _local_source(path_or_id: str | Path, revision: str | None, what: str, file: str) -> Source | None:
+    """A source that is not on the hub; None if it is to be looked for there.
+
+    Args:
+        what: for messages, the thing that it is.
+        file: for messages, the file that it has.
+    """
+    if not isinstance(path_or_id, str | os.PathLike):
+        raise ValueError(f"{what} is {reprlib.repr(path_or_id)}; expected a directory, a URL or a hub id")
+    if isinstance(path_or_id, str) and is_url(path_or_id):
+        opened = open_directory(path_or_id)
+        if revision is not None:
+            raise ValueError(f"revision={revision!r} with the URL {path_or_id}: revisions are for hub ids")
+        if isinstance(opened, RemoteDirectory):
+            return RemoteSource(Path(opened.root), path_or_id, None, remote=opened)
+        if not opened.is_dir():
+            raise ValueError(f"{what} {path_or_id!r}: {opened} is no directory; give the directory that holds {file}")
+        return Source(opened, path_or_id, None)
+    try:
+        directory = Path(path_or_id).expanduser()
+        is_directory, exists = directory.is_dir(), directory.exists()
+    except (RuntimeError, OSError) as e:  # no such user's home; a name too long; a folder that may not be entered
+        why = e.strerror if isinstance(e, OSError) else e
+        raise ValueError(
+            f"cannot look for {what} {str(path_or_id)[:200]!r}: {why}; give a directory or a hub id"
+        ) from e
+    if is_directory:
+        if revision is not None:
+            raise ValueError(f"revision={revision!r} with the directory {directory}: revisions are for hub ids")
+        return Source(directory, str(path_or_id), None)
+    name = str(path_or_id)
+    if exists:
+        raise ValueError(f"{what} {name!r} is a file; give the directory that holds {file}, or a hub id")
+    if isinstance(path_or_id, Path):
+        raise ValueError(f"{what} {name!r}: there is no directory {directory.absolute()}; give hub ids as strings")
+    if not _HUB_ID.fullmatch(name):
+        raise ValueError(
+            f"{what} {name!r} is no such directory, and no hub id of the form org/name (looked for "
+            f"{directory.absolute()}); give the directory that holds {file}, or a hub id"
+        )
+    return None
 
 
 def _download(name: str, revision: str | None, files: tuple[str, ...]) -> Path:

@@ -70,7 +70,7 @@ def make_engine(
     if config.multihost.is_on and hosts is None:
         raise ValueError("multihost: this command runs in one process; use levanter_infer.batch or sample for several")
     engine_config = config.engine_config()
-    source = resolve_source(config.model.path, config.model.revision)
+    source = config.model.resolve()
     if config.tokenizer is not None:
         tokenizer = Tokenizer.from_source(resolve_source(config.tokenizer, weights=False))
     else:
@@ -94,6 +94,7 @@ def make_engine(
     say(
         f"model     {source.name}"
         + (f" at revision {source.revision}" if source.revision else "")
+        + (f" with {source.adapter.name}" if source.adapter is not None else "")
         + f": {model.types.config.num_parameters / 1e6:.4g}M parameters, {model.types.dtype}"
     )
     if tokenizer is not None:

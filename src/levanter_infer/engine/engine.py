@@ -568,7 +568,9 @@ class InferenceEngine:
     # Weights
 
     @exclusive
-    def swap_weights(self, model, *, version: int | None = None, policy: str = "drain", donate: bool = False) -> None:
+    def swap_weights(
+        self, model, *, adapter=None, version: int | None = None, policy: str = "drain", donate: bool = False
+    ) -> None:
         """Sample with other weights from the next round on. The pool stays, and nothing is compiled again.
 
         The round in flight is read first. The engine gives up its old weights before it lays out the new ones, so
@@ -579,6 +581,7 @@ class InferenceEngine:
             model: as for `InferenceEngine`, with the same sizes and dtype. Arrays on other devices, or with
                 another sharding, are moved to the sharding of the old ones. Or a checkpoint, as `load_model` takes
                 it: its headers are checked first, and its tensors are cast to the dtype of the engine.
+            adapter: of a checkpoint, as `load_model` takes it.
             version: names these weights, from 0 to 2^31 - 1; the next number by default. Pages are found only by
                 requests of the version that computed them: a caller that returns to an earlier number gives the same
                 weights again, and finds the pages that are left of it.
@@ -591,7 +594,7 @@ class InferenceEngine:
             other failure the engine may have no weights, and says so, until another call succeeds.
         """
         version, wanted = checked_version(version, self.version), checked_policy(policy)
-        model = new_weights(self.runner.types, model)
+        model = new_weights(self.runner.types, model, adapter)
         self._rounds.coordinator.on_input({"weights": np.asarray([version, list(WeightSwapPolicy).index(wanted)])})
         if wanted is WeightSwapPolicy.DRAIN and not self.is_asleep:
             check_weights_are_there(self.runner, self._scheduler.active)

@@ -65,14 +65,16 @@ def update_roots(runner: Runner, scheduler: Scheduler, offload: KvOffload, intak
     runner.on_weight_update(roots, swapped, recompute=recompute)
 
 
-def new_weights(types, model) -> "Model | StoredModel":
+def new_weights(types, model, adapter: str | Path | None = None) -> "Model | StoredModel":
     """Weights given to `swap_weights`, as the runner takes them; checkpoints are opened, and of their
     weights only a head that has to equal the embeddings is read.
 
     Raises: ValueError unless it has the configuration, shapes and dtypes of `types`; as `load_model`, `from_levanter`.
     """
     if isinstance(model, str | Path):
-        model = open_model(resolve_source(model), dtype=str(np.dtype(types.dtype)))
+        model = open_model(resolve_source(model, adapter=adapter), dtype=str(np.dtype(types.dtype)))
+    elif adapter is not None:
+        raise ValueError("swap_weights was given an adapter for weights in memory; give the checkpoint of its base")
     if isinstance(model, StoredModel):
         check_same_types(types, model.types)
         return model

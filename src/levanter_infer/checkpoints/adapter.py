@@ -1,0 +1,212 @@
+"""LoRA adapters of PEFT, merged into the weights when these are read.
+
+A matrix W [out, in] becomes W + s · B · A, with A [r, in] and B [out, r], computed in float32 and rounded once; s is
+alpha / r, or alpha / sqrt(r) with `use_rslora`. Source: Hu et al. 2021, "LoRA", section 4.1; names and keys are those
+of PEFT 0.21 (`tuners/lora`).
+"""
+
+import math
+import re
+import reprlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from levanter_infer.checkpoints.source import ADAPTER_CONFIG, ADAPTER_WEIGHTS, Source
+from levanter_infer.checkpoints.weights import (
+    DTYPES,
+    StoredTensor,
+    enumerate_names,
+    read_header,
+    read_raw,
+    read_tensors,
+)
+
+_PREFIX = "base_model.model."
+_SUFFIXES = (".lora_A.weight", ".lora_B.weight", ".lora_embedding_A", ".lora_embedding_B")
+_REFUSED = (
+    *("use_dora", "lora_bias", "layer_replication", "alora_invocation_tokens", "target_parameters", "use_qalora"),
+    *("trainable_token_indices", "use_bdlora", "arrow_config", "kasa_config", "monteclora_config"),
+)
+"""Keys with which a weight is not W + s · B · A."""
+_INITS = (True, False, "gaussian", "orthogonal", "eva")
+"""Initialisations after which the base is as it was. With others (PiSSA, OLoRA, CorDA, LoftQ) the adapter belongs to a
+base that was changed."""
+
+
+@dataclass(frozen=True)
+class AdaptedTensor(StoredTensor):
+    """A tensor with the change that an adapter makes to it."""
+
+    base: StoredTensor
+    """The tensor, or the one that the adapter has in its stead."""
+    change: "Change | None"
+    start: int
+    stop: int
+    """The rows of the whole tensor that this one is."""
+
+    def rows(self, start: int, stop: int) -> "AdaptedTensor":
+        """As `StoredTensor.rows`."""
+        found, whole = self.base.rows(start, stop), (self.start + start, self.start + stop)
+        num_bytes = self.num_bytes // self.shape[0] * (stop - start)
+        shape = (stop - start, *self.shape[1:])
+        return replace(self, base=found, start=whole[0], stop=whole[1], shape=shape, num_bytes=num_bytes)
+
+    @staticmethod
+    def read_all(pieces: "Sequence[tuple[AdaptedTensor, np.ndarray]]") -> None:
+        """As `read_tensors`, one at a time: each has a copy in float32."""
+        for tensor, out in pieces:
+            wide = np.empty(tensor.base.shape, np.float32)
+            read_tensors([(tensor.base, wide)])
+            if tensor.change is not None:
+                wide += tensor.change.rows(tensor.start, tensor.stop)
+            out[...] = wide.astype(out.dtype, copy=False).reshape(out.shape)
+
+
+@dataclass(frozen=True)
+class Change:
+    """s · B · A, or its transpose."""
+
+    down: StoredTensor
+    """A, [r, in]"""
+    up: StoredTensor
+    """B, [out, r]"""
+    scale: float
+    transposed: bool
+
+    def rows(self, start: int, stop: int) -> np.ndarray:
+        """Some rows, f32[stop - start, .]."""
+        down, up = (array.astype(np.float32) for array in read_raw([self.down, self.up]))
+        left, right = (down.T, up.T) if self.transposed else (up, down)
+        return np.float32(self.scale) * (left[start:stop] @ right)
+
+
+def adapted(
+    tensors: Mapping[str, StoredTensor], adapter: Source, own_names: Callable[[Iterable[str]], Mapping[str, str]]
+) -> dict[str, StoredTensor]:
+    """The tensors of a model with the changes of an adapter.
+
+    Args:
+        tensors: by the names of the family's table.
+        own_names: as `Family.own_names`, for this config.json.
+    Raises: ValueError naming the key of a method that is not LoRA, or the tensor of the adapter that fits none.
+    """
+    config = _Config.read(adapter)
+    header = read_header(adapter.file(ADAPTER_WEIGHTS))
+    odd = sorted(name for name in header if not name.startswith(_PREFIX))
+    if odd:
+        where = adapter.where(ADAPTER_WEIGHTS)
+        raise ValueError(f"{where}: got tensors {enumerate_names(odd)}, expected names that begin with {_PREFIX}")
+    stored = {name.removeprefix(_PREFIX): tensor for name, tensor in header.items()}
+    modules = {name.removesuffix(suffix) for name in stored for suffix in _SUFFIXES if name.endswith(suffix)}
+    changes = {f"{module}.weight": _change(module, stored, config) for module in modules}
+    # Whole tensors: of `modules_to_save`, biases, and the embeddings that an adapter of them is saved with.
+    whole = {name: tensor for name, tensor in stored.items() if not name.endswith(_SUFFIXES)}
+    instead = {name.replace(".base_layer.", "."): tensor for name, tensor in whole.items()}
+    found = dict(tensors)
+    places = own_names([*changes, *(name for name in instead if name not in changes)])
+    by_name = {name: own for own, name in places.items()}
+    unknown = sorted(name for name in (*changes, *instead) if by_name.get(name) not in tensors)
+    if unknown:
+        raise ValueError(
+            f"{adapter.name} changes tensors that the model does not have: {enumerate_names(unknown)}; it belongs to "
+            "another model, or changes a head that is the embeddings"
+        )
+    for name in (*changes, *instead):
+        own = by_name[name]
+        base = instead.get(name, tensors[own])
+        found[own] = _with_change(tensors[own], base, changes.get(name), config)
+    return found
+
+
+def _with_change(plain: StoredTensor, base: StoredTensor, change: Change | None, config: "_Config") -> AdaptedTensor:
+    if base.shape != plain.shape or (base is not plain and base.dtype not in DTYPES):
+        raise ValueError(
+            f"{base.path}: tensor {base.name!r} is {list(base.shape)} of {base.dtype}, and that of the model is "
+            f"{list(plain.shape)}; the adapter belongs to another model, or to one with more tokens"
+        )
+    if change is not None:
+        outs, ins = change.up.shape[0], change.down.shape[1]
+        expected = (ins, outs) if change.transposed else (outs, ins)
+        if plain.shape != expected:
+            raise ValueError(
+                f"{change.up.path}: {change.down.name!r} {list(change.down.shape)} and {change.up.name!r} "
+                f"{list(change.up.shape)} change a matrix {list(expected)}, and the model's is {list(plain.shape)}; "
+                f"the adapter belongs to another model (fan_in_fan_out={config.transposes})"
+            )
+    size = base.path, plain.name, plain.dtype, plain.shape, base.offset, plain.num_bytes
+    return AdaptedTensor(*size, base, change, 0, plain.shape[0] if plain.shape else 0)
+
+
+def _change(module: str, stored: Mapping[str, StoredTensor], config: "_Config") -> Change:
+    is_table = f"{module}.lora_embedding_A" in stored or f"{module}.lora_embedding_B" in stored
+    ends = _SUFFIXES[2:] if is_table else _SUFFIXES[:2]
+    down, up = (stored.get(module + end) for end in ends)
+    if down is None or up is None:
+        missing = module + ends[0 if down is None else 1]
+        raise ValueError(f"{(down or up).path}: {_PREFIX}{missing} is missing")  # type: ignore[union-attr]
+    if len(down.shape) != 2 or len(up.shape) != 2 or down.shape[0] != up.shape[1] or down.shape[0] == 0:
+        raise ValueError(
+            f"{down.path}: {down.name!r} is {list(down.shape)} and {up.name!r} is {list(up.shape)}, expected [r, in] "
+            "and [out, r]"
+        )
+    if down.dtype not in DTYPES or up.dtype not in DTYPES:
+        raise ValueError(f"{down.path}: {down.name!r} is {down.dtype} and {up.name!r} {up.dtype}, expected floats")
+    # A table [vocab, embed] is changed by the transpose: PEFT's A is [r, vocab] then, and B [embed, r].
+    return Change(down, up, config.scale(module, down.shape[0]), is_table or config.transposes)
+
+
+@dataclass(frozen=True)
+class _Config:
+    """adapter_config.json."""
+
+    alpha: float
+    alphas: Mapping[str, float]
+    """Of modules whose name, or its end after a dot, is this."""
+    by_root: bool
+    """Whether s is alpha / sqrt(r)."""
+    transposes: bool
+    """Whether matrices are stored [in, out], as in GPT-2."""
+
+    def scale(self, module: str, rank: int) -> float:
+        named = (value for key, value in self.alphas.items() if module == key or module.endswith(f".{key}"))
+        return next(named, self.alpha) / (math.sqrt(rank) if self.by_root else rank)
+
+    @staticmethod
+    def read(adapter: Source) -> "_Config":
+        where, raw = adapter.where(ADAPTER_CONFIG), adapter.read_json(ADAPTER_CONFIG)
+
+        def fail(key: str, expected: str) -> ValueError:
+            return ValueError(f"{where}: {key}={reprlib.repr(raw.get(key))}, expected {expected}")
+
+        if raw.get("peft_type") != "LORA":
+            raise fail("peft_type", "LORA: no other adapters are read; merge it with PEFT's merge_and_unload")
+        for key in _REFUSED:
+            if raw.get(key) not in (None, False, [], {}):
+                raise fail(key, "nothing: this is not implemented; merge the adapter with PEFT's merge_and_unload")
+        init = raw.get("init_lora_weights", True)
+        if init not in _INITS:
+            raise fail(
+                "init_lora_weights",
+                "an initialisation that leaves the base as it was; save the adapter as one of the original model "
+                "(path_initial_model_for_weight_conversion)",
+            )
+        alpha, alphas = raw.get("lora_alpha", 8), raw.get("alpha_pattern") or {}
+        if not _is_number(alpha):
+            raise fail("lora_alpha", "a number")
+        if not isinstance(alphas, dict) or not all(map(_is_number, alphas.values())):
+            raise fail("alpha_pattern", "an object of numbers")
+        for key in alphas:
+            if not re.fullmatch(r"[\w.]+", key):
+                raise fail("alpha_pattern", f"names of modules; {key!r} is a pattern, which is not implemented")
+        flags = [raw.get(key, False) or False for key in ("use_rslora", "fan_in_fan_out")]
+        for key, value in zip(("use_rslora", "fan_in_fan_out"), flags, strict=True):
+            if not isinstance(value, bool):
+                raise fail(key, "true or false")
+        return _Config(alpha, alphas, *flags)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)

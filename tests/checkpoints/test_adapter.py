@@ -1,0 +1,171 @@
+"""LoRA adapters of PEFT are merged into the weights when these are read."""
+
+import json
+from pathlib import Path
+
+import equinox as eqx
+import haliax as hax
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors import safe_open
+from safetensors.numpy import load_file, save_file
+
+from levanter_infer import EngineConfig, InferenceEngine, SamplingParams
+from levanter_infer.axes import POSITION
+from levanter_infer.checkpoints.adapter import adapted
+from levanter_infer.checkpoints.load import load_model
+from levanter_infer.checkpoints.source import resolve_source
+from levanter_infer.checkpoints.weights import stored_tensors
+from levanter_infer.config import ModelSource, load_config
+from levanter_infer.fingerprint import model_fingerprint
+from tests.checkpoints.test_quantized import FP8, fp8_checkpoint
+from tests.golden_cases import RELATIVE_BOUND, load_case, write_checkpoint
+
+GOLDEN = sorted((Path(__file__).parents[1] / "golden" / "adapters").glob("*.safetensors"))
+"""Made by scripts/golden/make_adapters.py with PEFT."""
+
+
+def golden(stem: str, tmp_path: Path, **changes) -> tuple[Path, Path, dict]:
+    """A base and an adapter as directories, and the tensors of the golden file. Args: changes: keys of
+    adapter_config.json."""
+    path = next(path for path in GOLDEN if path.stem == stem)
+    with safe_open(str(path), framework="numpy") as file:
+        metadata = file.metadata()
+    tensors, base, adapter = load_file(path), tmp_path / "base", tmp_path / "adapter"
+    for directory in (base, adapter):
+        directory.mkdir(exist_ok=True)
+    write_checkpoint(base, load_case(metadata["case"]))
+    (adapter / "adapter_config.json").write_text(json.dumps({**json.loads(metadata["config"]), **changes}))
+    own = {name: tensor for name, tensor in tensors.items() if name not in ("tokens", "logits")}
+    save_file(own, adapter / "adapter_model.safetensors")
+    return base, adapter, tensors
+
+
+def logits(model, tokens) -> np.ndarray:
+    return np.asarray(eqx.filter_jit(lambda model, tokens: model(tokens).array)(model, hax.named(tokens, POSITION)))
+
+
+@pytest.mark.parametrize("stem", [path.stem for path in GOLDEN])
+def test_logits_are_those_of_peft(tmp_path, stem):
+    base, adapter, tensors = golden(stem, tmp_path)
+    expected, bound = tensors["logits"], RELATIVE_BOUND * np.abs(tensors["logits"]).max()
+    found = logits(load_model(base, adapter=adapter)[0], tensors["tokens"])
+    assert np.abs(found - expected).max() <= bound
+    plain = logits(load_model(base)[0], tensors["tokens"])
+    assert np.abs(plain - expected).max() > 50 * bound, "the adapter changes nothing"
+
+
+def by_hand(base: Path, adapter: Path, name: str, scale: float) -> np.ndarray:
+    module, change = name.removesuffix(".weight"), load_file(adapter / "adapter_model.safetensors")
+    down, up = (change[f"base_model.model.{module}.lora_{part}.weight"] for part in "AB")
+    return load_file(base / "model.safetensors")[name].astype(np.float32) + np.float32(scale) * (up @ down)
+
+
+def test_rows_and_dtypes(tmp_path):
+    base, adapter, _ = golden("plain", tmp_path)
+    stored = stored_tensors(resolve_source(base))
+    found = adapted(stored, resolve_source(base, adapter=adapter).adapter, lambda names: {name: name for name in names})
+    name = "model.layers.1.mlp.down_proj.weight"
+    expected = by_hand(base, adapter, name, 4)
+    for dtype in (np.float32, ml_dtypes.bfloat16):
+        for tensor, rows in ((found[name], slice(None)), (found[name].rows(3, 9), slice(3, 9))):
+            out = np.empty(tensor.shape, dtype)
+            tensor.read_into(out)
+            rounded = expected[rows].astype(dtype).astype(np.float32)
+            np.testing.assert_allclose(out.astype(np.float32), rounded, rtol=1e-6)
+    assert found["model.norm.weight"] is stored["model.norm.weight"]
+
+
+def test_a_quantized_base(tmp_path):
+    """As after a training with QLoRA: the adapter is added to the floats that the codes stand for."""
+    base, adapter, _ = golden("plain", tmp_path)
+    _, floats = fp8_checkpoint(base, "llama3", {"quantization_config": FP8})
+    found = load_model(base, adapter=adapter, dtype="float32")[0]
+    save_file(floats, base / "model.safetensors")
+    (base / "config.json").write_text(json.dumps(load_case("llama3").config))
+    expected = load_model(base, adapter=adapter)[0]
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
+
+
+REFUSED = {
+    "peft_type='LOHA', expected LORA": {"peft_type": "LOHA"},
+    "use_dora=True, expected nothing": {"use_dora": True},
+    "lora_bias=True, expected nothing": {"lora_bias": True},
+    "target_parameters=.'experts'., expected nothing": {"target_parameters": ["experts"]},
+    "init_lora_weights='pissa_niter_4', expected an initialisation": {"init_lora_weights": "pissa_niter_4"},
+    "lora_alpha=None|lora_alpha='x', expected a number": {"lora_alpha": "x"},
+    "alpha_pattern=.*is a pattern": {"alpha_pattern": {"^model.*": 2}},
+    "use_rslora='yes', expected true or false": {"use_rslora": "yes"},
+    r"change a matrix \[32, 16\]|change a matrix .*fan_in_fan_out=True": {"fan_in_fan_out": True},
+}
+
+
+@pytest.mark.parametrize("says", REFUSED)
+def test_what_is_not_merged_is_refused_by_its_key(tmp_path, says):
+    base, adapter, _ = golden("plain", tmp_path, **REFUSED[says])
+    with pytest.raises(ValueError, match=says):
+        load_model(base, adapter=adapter)
+
+
+def test_an_adapter_of_another_model_is_refused(tmp_path):
+    base, adapter, _ = golden("plain", tmp_path)
+    path, prefix = adapter / "adapter_model.safetensors", "base_model.model.model.layers.0."
+    tensors = load_file(path)
+
+    def refused(says: str, changed: dict) -> None:
+        save_file(changed, path)
+        with pytest.raises(ValueError, match=says):
+            load_model(base, adapter=adapter)
+
+    other = {name.replace("layers.0", "layers.99"): tensor for name, tensor in tensors.items()}
+    refused("changes tensors that the model does not have: 'model.layers.99", other)
+    name = f"{prefix}mlp.down_proj.lora_A.weight"
+    refused("lora_A.weight is missing", {key: tensor for key, tensor in tensors.items() if key != name})
+    refused(r"expected \[r, in\] and \[out, r\]", {**tensors, name: tensors[name][:1].copy()})
+    refused("change a matrix", {**tensors, name: tensors[name][:, :-1].copy()})
+    refused("is I8 and .*, expected floats", {**tensors, name: tensors[name].astype(np.int8)})
+    refused("names that begin with base_model.model.", {**tensors, "lora": tensors[name]})
+    dora = {f"{prefix}mlp.down_proj.lora_magnitude_vector": np.ones(3, np.float32)}
+    refused("lora_magnitude_vector", {**tensors, **dora})
+    path.unlink()
+    with pytest.raises(ValueError, match="no adapter_model.safetensors"):
+        load_model(base, adapter=adapter)
+    with pytest.raises(ValueError, match="is an adapter and no model; give its base"):
+        load_model(adapter)
+    with pytest.raises(ValueError, match="adapter .* there is no directory"):
+        load_model(base, adapter=tmp_path / "nowhere")
+
+
+def test_an_engine_gets_and_swaps_adapters(tmp_path):
+    base, adapter, _ = golden("plain", tmp_path)
+    prompt, sampling = [[1, 5, 9, 2]], SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
+
+    def tokens(engine) -> list[int]:
+        return engine.generate(prompt, sampling)[0].completions[0].token_ids
+
+    sizes = EngineConfig(max_seqs=2, max_seq_len=32)
+    merged, plain = (
+        tokens(InferenceEngine(load_model(base, adapter=each)[0], None, sizes)) for each in (adapter, None)
+    )
+    assert merged != plain
+    engine = InferenceEngine(load_model(base)[0], None, sizes)
+    engine.swap_weights(base, adapter=adapter)
+    assert tokens(engine) == merged
+    engine.swap_weights(str(base))
+    assert tokens(engine) == plain
+    with pytest.raises(ValueError, match="an adapter for weights in memory"):
+        engine.swap_weights(load_model(base)[0], adapter=adapter)
+
+
+def test_a_configuration_names_an_adapter(tmp_path):
+    base, adapter, _ = golden("plain", tmp_path)
+    (tmp_path / "c.yaml").write_text(f"model: {{path: {base}, adapter: {adapter}}}\nprompts: [a]\n")
+    config = load_config(tmp_path / "c.yaml", [])
+    assert config.model == ModelSource(str(base), adapter=str(adapter))
+    found, without = model_fingerprint(config.model.resolve()), model_fingerprint(resolve_source(base))
+    assert {name: found[name] for name in without} == without and "adapter_weights" in set(found) - set(without)
+    (adapter / "adapter_config.json").write_text((adapter / "adapter_config.json").read_text() + " ")
+    assert model_fingerprint(config.model.resolve()) != found
