@@ -37,7 +37,7 @@ def model_fingerprint(source: "Source") -> dict[str, str]:
     of its database, which names the data by random numbers, and by its metadata.
     """
     from levanter_infer.checkpoints.levanter import identifying_files, is_levanter
-    from levanter_infer.checkpoints.source import CONFIG
+    from levanter_infer.checkpoints.source import CONFIG, MODELOPT_CONFIG
 
     with concurrent.futures.ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
         names = identifying_files(source) if is_levanter(source) else sorted(source.shards())
@@ -48,7 +48,8 @@ def model_fingerprint(source: "Source") -> dict[str, str]:
         "name": source.name,
         "revision": source.revision or "",
         "weights_sha256" if of_content else "weights_checksums": hashlib.sha256(weights.encode()).hexdigest(),
-        "config_sha256": hashlib.sha256(source.read_bytes(CONFIG, 2**20)).hexdigest(),
+        "config_sha256": _text_sha256(source, CONFIG),
+        **({"modelopt_config_sha256": _text_sha256(source, MODELOPT_CONFIG)} if source.has(MODELOPT_CONFIG) else {}),
         **({} if source.adapter is None else _adapter_fingerprint(source.adapter)),
     }
 
@@ -60,8 +61,12 @@ def _adapter_fingerprint(adapter: "Source") -> dict[str, str]:
         "adapter_name": adapter.name,
         "adapter_revision": adapter.revision or "",
         "adapter_weights": _identity(adapter.file(ADAPTER_WEIGHTS))[0],
-        "adapter_config_sha256": hashlib.sha256(adapter.read_bytes(ADAPTER_CONFIG, 2**22)).hexdigest(),
+        "adapter_config_sha256": _text_sha256(adapter, ADAPTER_CONFIG),
     }
+
+
+def _text_sha256(source: "Source", name: str) -> str:
+    return hashlib.sha256(source.read_bytes(name, 2**22)).hexdigest()
 
 
 def _identity(file: "Path | RemoteFile") -> tuple[str, bool]:

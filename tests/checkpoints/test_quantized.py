@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -18,8 +19,10 @@ from safetensors.numpy import load_file, save_file
 from levanter_infer.checkpoints.load import load_model
 from levanter_infer.checkpoints.quantized import tensors as quantized_tensors
 from levanter_infer.checkpoints.quantized.config import without_quantization
+from levanter_infer.checkpoints.source import resolve_source
 from levanter_infer.checkpoints.weights import read_header, read_raw
 from levanter_infer.config import ModelSource, RunConfig
+from levanter_infer.fingerprint import model_fingerprint
 from levanter_infer.plan.spec import spec_of
 from tests.golden_cases import load_case, write_checkpoint
 
@@ -74,8 +77,11 @@ def test_variants_of_gptq(tmp_path):
     path = next(path for path in GOLDEN if path.stem == "gptq_w4")
     tensors, config = load_file(path), config_of(path)
     expected = tensors.pop("expected")
+    v1 = {**config, "checkpoint_format": None}
+    np.testing.assert_array_equal(quantized(v1, tensors, tmp_path), expected)
     with_v2 = {**tensors, "layer.qzeros": np.full_like(tensors["layer.qzeros"], 0x88888888 - 2**32)}
     np.testing.assert_array_equal(quantized({**config, "checkpoint_format": "gptq_v2"}, with_v2, tmp_path), expected)
+    np.testing.assert_array_equal(quantized({**v1, "format": "GPTQ_V2"}, with_v2, tmp_path), expected)
     plain = {name: tensor for name, tensor in tensors.items() if name != "layer.g_idx"}
     np.testing.assert_array_equal(quantized(config, plain, tmp_path), expected)
     order = np.random.default_rng(0).permutation(96)
@@ -129,6 +135,22 @@ def test_further_methods(tmp_path):
     four["layer.weight_scale_2"] = np.float32(1) / stored["weight_global_scale"]
     found = quantized({"quant_method": "modelopt", "quant_algo": "NVFP4"}, four, tmp_path)
     np.testing.assert_allclose(found, read(weight_of(path, config_of(path))[0]), rtol=3e-7)
+
+
+def test_exponents_as_scales_and_auto_round(tmp_path):
+    rng = np.random.default_rng(0)
+    codes, exponents = rng.integers(0, 120, (24, 64), dtype=np.uint8), rng.integers(120, 134, (24, 2), dtype=np.uint8)
+    tensors = {"layer.weight": codes.view(ml_dtypes.float8_e4m3fn), "layer.weight_scale": exponents}
+    expected = tensors["layer.weight"].astype(np.float32) * np.repeat(2.0 ** (exponents.astype(int) - 127), 32, 1)
+    groups = {"a": {"weights": {"num_bits": 8, "type": "float", "group_size": 32}, "format": "mxfp8-quantized"}}
+    config = {"quant_method": "compressed-tensors", "config_groups": groups}
+    np.testing.assert_array_equal(quantized(config, tensors, tmp_path), expected)
+    for stem, packing in (("gptq_w4", "auto_round:auto_gptq"), ("awq", "auto_round:auto_awq")):
+        path = next(path for path in GOLDEN if path.stem == stem)
+        tensors = load_file(path)
+        expected = tensors.pop("expected")
+        config = {**config_of(path), "quant_method": "auto-round", "packing_format": packing}
+        np.testing.assert_array_equal(quantized(config, tensors, tmp_path), expected)
 
 
 def test_layers_may_have_other_numbers_of_bits(tmp_path):
@@ -250,6 +272,78 @@ def test_experts_in_one_tensor(tmp_path):
         quantization.dequantized(read_header(tmp_path / "t.safetensors"))
 
 
+@pytest.mark.parametrize("case", ["qwen3_5_moe", "gemma4_moe"])
+def test_a_checkpoint_with_experts_in_one_tensor(tmp_path, case):
+    """The same as the floats of its codes, in the form of transformers in memory."""
+    write_checkpoint(tmp_path, load_case(case))
+    rng, stored, plain = np.random.default_rng(0), {}, {}
+    for name, tensor in together(load_file(tmp_path / "model.safetensors")).items():
+        plain[name] = tensor.astype(ml_dtypes.bfloat16)
+        if not name.endswith((".gate_up_proj", ".experts.down_proj")):
+            stored[name] = plain[name]
+            continue
+        stored[name] = tensor.astype(ml_dtypes.float8_e4m3fn)
+        scale = rng.random((*tensor.shape[:1], *(-(-size // 8) for size in tensor.shape[1:])), dtype=np.float32)
+        stored[f"{name}_scale_inv"] = scale
+        stored[f"{name}_activation_scale"] = np.ones(len(tensor), np.float32)
+        each = np.repeat(np.repeat(scale, 8, 1), 8, 2)[:, : tensor.shape[1], : tensor.shape[2]]
+        plain[name] = (stored[name].astype(np.float32) * each).astype(ml_dtypes.bfloat16)
+    assert len(stored) > len(plain)
+    save_file(plain, tmp_path / "model.safetensors")
+    expected, _ = load_model(tmp_path)
+    save_file(stored, tmp_path / "model.safetensors")
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": FP8}))
+    same(load_model(tmp_path)[0], expected)
+
+
+def together(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The tensors with all experts of a layer in one, where each has its own."""
+    found, experts = {}, {}
+    for name, tensor in tensors.items():
+        match = re.fullmatch(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight", name)
+        if match is None:
+            found[name] = tensor
+        else:
+            experts.setdefault(match[1], {}).setdefault(match[3], {})[int(match[2])] = tensor
+    for start, parts in experts.items():
+        gate, up, down = (np.stack([parts[kind][i] for i in sorted(parts[kind])]) for kind in ("gate", "up", "down"))
+        found |= {f"{start}.gate_up_proj": np.concatenate([gate, up], axis=1), f"{start}.down_proj": down}
+    return found
+
+
+def test_modelopt_may_describe_itself_in_a_file_of_its_own(tmp_path):
+    stored, floats = fp8_checkpoint(tmp_path, "llama3", {})
+    for name in [name for name in stored if name.endswith("_inv")]:
+        stored[name.removesuffix("_inv")] = np.full(1, 0.25, np.float32)
+        weight = name.removesuffix("_scale_inv")
+        floats[weight] = stored[weight].astype(np.float32) / 4
+        del stored[name]
+    save_file(stored, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match="no use for"):
+        load_model(tmp_path)
+    before = model_fingerprint(resolve_source(tmp_path))
+    told = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": None}}
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps(told))
+    assert set(model_fingerprint(resolve_source(tmp_path))) - set(before) == {"modelopt_config_sha256"}
+    model, _ = load_model(tmp_path)
+    (tmp_path / "hf_quant_config.json").unlink()
+    save_file(
+        {name: tensor.astype(ml_dtypes.bfloat16) for name, tensor in floats.items()}, tmp_path / "model.safetensors"
+    )
+    same(model, load_model(tmp_path)[0])
+
+
+def test_tensors_of_other_parts_are_not_looked_at(tmp_path):
+    """Such as a vision tower in a form that is not read."""
+    tensors, _ = fp8_checkpoint(tmp_path, "deepseek_v3", {"quantization_config": FP8, "num_nextn_predict_layers": 1})
+    expected, _ = load_model(tmp_path)
+    layers = load_case("deepseek_v3").config["num_hidden_layers"]
+    codes = np.zeros((8, 8), np.uint8).view(ml_dtypes.float8_e4m3fn)
+    save_file({**tensors, f"model.layers.{layers}.eh_proj.weight": codes}, tmp_path / "model.safetensors")
+    same(load_model(tmp_path)[0], expected)
+
+
 def test_experts_of_llama4_with_a_tensor_each(tmp_path):
     """As quantized files of Llama 4 have them, where the plain ones have all experts in one tensor, transposed."""
     case = load_case("llama4")
@@ -292,7 +386,7 @@ def test_a_plan_is_one_of_the_floats(tmp_path):
 
 
 REFUSED = {
-    "quant_method='aqlm', expected one of awq, bitsandbytes, compressed-tensors": {"quant_method": "aqlm"},
+    "quant_method='aqlm', expected one of auto-round, awq, bitsandbytes, compressed-tensors": {"quant_method": "aqlm"},
     "quantization_config='fp8', expected an object": "fp8",
     "quantization_config=True, expected an object": True,
     "fmt='e5m2', expected one of e4m3": {**FP8, "fmt": "e5m2"},
@@ -306,7 +400,7 @@ REFUSED = {
     },
     "version='gemv', expected one of gemm": {"quant_method": "awq", "version": "gemv"},
     "checkpoint_format='marlin', expected one of gptq": {"quant_method": "gptq", "checkpoint_format": "marlin"},
-    "quant_algo='W4A8_AWQ', expected one of FP8": {"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"},
+    "quant_algo='W4A8_AWQ', expected one of fp8": {"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"},
 }
 
 
@@ -357,6 +451,8 @@ def test_group_indices_out_of_range_are_refused(tmp_path):
 
 STATE = "layer.weight.quant_state.bitsandbytes__nf4"
 WRONG_STATES = {
+    "expected the shape of a matrix and": {"shape": [40, 128], "blocksize": 64, "nested_offset": 1e300},
+    "sizes of blocks": {"shape": [40, 128], "blocksize": 64, "nested_offset": float("nan")},
     "expected the shape of a matrix": {"shape": [40, 128, 1], "blocksize": 64},
     "expected the shape of a matrix and sizes": {"shape": [40, 128], "blocksize": 0},
     "the codes of a matrix": {"shape": [41, 128], "blocksize": 64},
@@ -371,6 +467,53 @@ def test_a_state_that_does_not_fit_the_codes_is_refused(tmp_path, says):
     tensors[STATE] = np.frombuffer(json.dumps(WRONG_STATES[says]).encode(), np.uint8)
     with pytest.raises(ValueError, match=says):
         quantized(config_of(path), {name: t for name, t in tensors.items() if name != "expected"}, tmp_path)
+
+
+def test_the_last_group_of_inputs_may_be_smaller(tmp_path):
+    """96 inputs in groups of 64, as the configuration says; equal groups go before a size that fits no layer."""
+    path = next(path for path in GOLDEN if path.stem == "gptq_w4")
+    tensors = {name: tensor for name, tensor in load_file(path).items() if name not in ("expected", "layer.g_idx")}
+    numbers = np.stack([(tensors["layer.qweight"] >> (4 * i)) & 15 for i in range(8)], axis=1).reshape(96, 40) - 8.0
+    two = {**tensors, "layer.scales": tensors["layer.scales"][:2], "layer.qzeros": tensors["layer.qzeros"][:2]}
+    two = {name: np.ascontiguousarray(tensor) for name, tensor in two.items()}
+    for size, groups in ((64, np.arange(96) // 64), (16, np.arange(96) // 48)):
+        expected = (numbers * two["layer.scales"][groups]).T.astype(np.float32)
+        found = quantized({**config_of(path), "group_size": size}, two, tmp_path)
+        np.testing.assert_array_equal(found, expected)
+    uneven = {**tensors, "layer.scales": np.ones((5, 40), np.float32), "layer.qzeros": np.zeros((5, 5), np.int32)}
+    with pytest.raises(ValueError, match="expected scales of groups of 32 of 96 inputs, or of equal ones"):
+        quantized(config_of(path), uneven, tmp_path)
+
+
+EMPTY = [
+    ("fp8_block", "weight"),
+    ("nvfp4", "weight_packed"),
+    ("gptq_w4", "scales"),
+    ("awq", "qweight"),
+    ("nf4", "weight"),
+]
+
+
+@pytest.mark.parametrize("stem, part", EMPTY)
+def test_empty_and_flat_tensors_are_refused(tmp_path, stem, part):
+    path = next(path for path in GOLDEN if path.stem == stem)
+    tensors = {name: read_raw([tensor])[0] for name, tensor in read_header(path).items() if name != "expected"}
+    for name, tensor in read_header(path).items():
+        if tensor.dtype == "F8_E4M3":
+            tensors[name] = tensors[name].view(ml_dtypes.float8_e4m3fn)
+    name = f"layer.{part}"
+    for wrong in (tensors[name][:0], tensors[name].reshape(-1)[:1].reshape(())):
+        with pytest.raises(ValueError, match=rf"t.safetensors: .*layer\.{part}"):
+            quantized(config_of(path), {**tensors, name: wrong.copy()}, tmp_path)
+
+
+def test_integers_are_no_scales(tmp_path):
+    for stem in ("gptq_w4", "awq"):
+        path = next(path for path in GOLDEN if path.stem == stem)
+        tensors = {name: tensor for name, tensor in load_file(path).items() if name != "expected"}
+        tensors["layer.scales"] = tensors["layer.scales"].astype(np.int32)
+        with pytest.raises(ValueError, match="layer.scales .* of I32, "):
+            quantized(config_of(path), tensors, tmp_path)
 
 
 def test_truncated_words_are_refused(tmp_path):

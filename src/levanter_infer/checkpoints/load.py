@@ -14,8 +14,8 @@ from jax.sharding import NamedSharding
 
 from levanter_infer.checkpoints.adapter import adapted
 from levanter_infer.checkpoints.levanter import is_levanter, levanter_tensors
-from levanter_infer.checkpoints.quantized.config import without_quantization
-from levanter_infer.checkpoints.source import ADAPTER_CONFIG, CONFIG, Source, resolve_source
+from levanter_infer.checkpoints.quantized.config import KEYS, without_quantization
+from levanter_infer.checkpoints.source import ADAPTER_CONFIG, CONFIG, MODELOPT_CONFIG, Source, resolve_source
 from levanter_infer.checkpoints.weights import DTYPES, StoredTensor, enumerate_names, read_tensors, stored_tensors
 from levanter_infer.kernels.cpu import huge_pages
 from levanter_infer.layers.layout import Layout
@@ -118,7 +118,12 @@ def _config_json(source: Source) -> dict[str, Any]:
             f"{source.name} is an adapter and no model; give its base as the model ({ADAPTER_CONFIG} names "
             f"{reprlib.repr(base)}), and this as adapter="
         )
-    return source.read_json(CONFIG)
+    found = source.read_json(CONFIG)
+    if source.has(MODELOPT_CONFIG) and not any(found.get(key) for key in KEYS):  # ModelOpt's older files
+        told = source.read_json(MODELOPT_CONFIG).get("quantization")
+        if isinstance(told, dict):
+            found[KEYS[0]] = {"quant_method": "modelopt", **told}
+    return found
 
 
 def _open(source: Source, wanted: np.dtype | None, hf_config: Mapping[str, Any]) -> StoredModel:
@@ -131,7 +136,8 @@ def _open(source: Source, wanted: np.dtype | None, hf_config: Mapping[str, Any])
     else:
         stored_names = stored_tensors(source)
         if quantization is not None:
-            stored_names = quantization.dequantized(stored_names)
+            own = set(family.own_names(stored_names, hf_config).values())
+            stored_names = quantization.dequantized({name: stored_names[name] for name in stored_names if name in own})
         tensors = {name: stored_names[stored] for name, stored in family.own_names(stored_names, hf_config).items()}
         _check_size(config, tensors, source)
         params = parameters(DecoderModel.types(config), family.table_for(tensors))

@@ -18,15 +18,17 @@ logger = logging.getLogger(__name__)
 CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
 GENERATION = "generation_config.json"
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+MODELOPT_CONFIG = "hf_quant_config.json"
+"""How ModelOpt quantized the weights; of older checkpoints config.json does not say it."""
 _TEXT_FILES = (
     *(CONFIG, INDEX, GENERATION, "tokenizer.json", "tokenizer_config.json"),
     *("special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "chat_template.json"),
-    ADAPTER_CONFIG,
+    *(ADAPTER_CONFIG, MODELOPT_CONFIG),
     "additional_chat_templates/*.jinja",
 )
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _SHARD = re.compile(r"[A-Za-z0-9][\w.-]*\.safetensors")
-_MAX_JSON_BYTES = {CONFIG: 2**20, GENERATION: 2**20, INDEX: 2**26, ADAPTER_CONFIG: 2**22}
+_MAX_JSON_BYTES = {CONFIG: 2**20, GENERATION: 2**20, INDEX: 2**26, ADAPTER_CONFIG: 2**22, MODELOPT_CONFIG: 2**22}
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ transformers 5.23 (`integrations/finegrained_fp8.py`, `mxfp4.py`), AutoGPTQ and 
 
 import math
 import reprlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,15 +16,16 @@ import numpy as np
 from levanter_infer.checkpoints.quantized import codes
 from levanter_infer.checkpoints.quantized.tensors import Arrays, Decode, DequantizedTensor, Scales, numbers
 from levanter_infer.checkpoints.source import parse_json
-from levanter_infer.checkpoints.weights import StoredTensor, read_raw
+from levanter_infer.checkpoints.weights import StoredTensor
 
 WORD_BITS = (2, 4, 8)
 """Bits per code, where words of 32 bits hold integers. Codes of 3, 5 or 6 bits would cross the ends of bytes."""
 FLOATS = ("F32", "F16", "BF16", "F8_E4M3", "F8_E8M0")
-"""Dtypes of scales."""
+"""Dtypes of scales; where they may be powers of two, U8 is one as well."""
 UNUSED = (
     *("input_scale", "input_scale_ub", "input_zero_point", "input_global_scale", "activation_scale", "output_scale"),
-    *("q_scale", "k_scale", "v_scale", "kv_scale", "k_zero_point", "v_zero_point"),
+    *("output_zero_point", "q_scale", "k_scale", "v_scale", "kv_scale", "prob_scale"),
+    *("q_zero_point", "k_zero_point", "v_zero_point"),
 )
 """Ends of the names of tensors that quantize activations, keys and values, which are computed as they are."""
 
@@ -37,6 +38,8 @@ class Module:
     """Without the dot and what comes behind it."""
     stored: Mapping[str, StoredTensor]
     """All tensors of the checkpoint."""
+    contents: Mapping[str, np.ndarray]
+    """Those that were read first (`Quantization.read_first`)."""
     taken: set[str] = field(default_factory=set)
     """Names of the tensors that were taken."""
 
@@ -45,6 +48,8 @@ class Module:
         found = self.stored.get(name)
         if found is not None:
             self.taken.add(name)
+            if 0 in found.shape:
+                raise self.fail("no empty tensor", found)
         return found
 
     def take(self, suffix: str) -> StoredTensor:
@@ -68,7 +73,7 @@ class Module:
     ) -> Scales:
         """How a part's values stand for a matrix [out, in]. Raises: ValueError if its shape fits in no way."""
         found = Scales.fit(part.shape, matrix, block)
-        if found is None or part.dtype not in FLOATS:
+        if found is None or part.dtype not in (*FLOATS, "U8"):
             each = "" if block is None else f", one per block of {block[0]} x {block[1]}"
             raise self.fail(f"floats: one scale, one per row{each}, of a matrix {list(matrix)}", part, *also)
         return found
@@ -104,8 +109,10 @@ def scaled(module: Module, block: tuple[int, int] | None) -> DequantizedTensor:
     _check_groups(module, groups, matrix[1], weight)
 
     def decode(arrays: Arrays, start: int, stop: int) -> np.ndarray:
-        values = numbers(weight, arrays["weight"])
-        return fit.apply(values, start, numbers(scale, arrays["scale"]), arrays.get("zero"), arrays.get("groups"))
+        values = arrays["weight"].astype(np.float32) if weight.dtype == "I8" else numbers(weight, arrays["weight"])
+        zeros = None if zero is None else fit.part(arrays["zero"], start, stop)
+        scales = numbers(scale, fit.part(arrays["scale"], start, stop))
+        return fit.apply(values, start, scales, zeros, arrays.get("groups"))
 
     return module.weight(matrix, dict(weight=weight, scale=scale, zero=zero, groups=groups), ["weight"], decode)
 
@@ -114,8 +121,9 @@ def stacked(module: Module, block: tuple[int, int] | None) -> DequantizedTensor:
     """As `scaled`, of all experts of a layer in one tensor, [expert, ., .] (transformers 5): `gate_up_proj` or
     `down_proj`, and the same name with `_scale_inv` or `_scale`. Scales are of blocks, or there is one per expert."""
     weight, scale = module.take(""), module.find("_scale_inv") or module.take("_scale")
-    if len(weight.shape) != 3 or weight.dtype not in ("F8_E4M3", "I8"):
-        raise module.fail("matrices of F8_E4M3 or I8, one per expert", weight)
+    module.find("_activation_scale")
+    if len(weight.shape) != 3 or weight.dtype != "F8_E4M3":
+        raise module.fail("matrices of F8_E4M3, one per expert", weight)
     experts, rows, columns = weight.shape
     each = scale.shape[1:] if scale.shape[:1] == (experts,) else (-1,)
     fit = Scales.fit(each, (rows, columns), block)
@@ -125,17 +133,18 @@ def stacked(module: Module, block: tuple[int, int] | None) -> DequantizedTensor:
     def decode(arrays: Arrays, start: int, stop: int) -> np.ndarray:
         values = numbers(weight, arrays["weight"]).reshape(-1, columns)
         together = Scales((fit.shape[0] * (stop - start), fit.shape[1]), fit.block)
-        return together.apply(values, 0, numbers(scale, arrays["scale"]))
+        scales = numbers(scale, together.part(arrays["scale"], 0, len(values)))
+        return together.apply(values, 0, scales).reshape(stop - start, rows, columns)
 
     return module.weight(weight.shape, dict(weight=weight, scale=scale), ["weight", "scale"], decode, suffix="")
 
 
-def packed(module: Module, bits: int | None) -> DequantizedTensor:
+def packed(module: Module, bits: Collection[int]) -> DequantizedTensor:
     """`weight_packed` of compressed-tensors. Of U8, see `four_bit_floats`. Of I32: integers [out, in * bits / 32],
     counted from -2^(bits - 1); `weight_shape`, which is [out, in]; `weight_scale`; and, if there are any,
     `weight_zero_point`, packed along `out`, and `weight_g_idx`, the group of each input.
 
-    Args: bits: per integer, if it is the same in all layers; else `weight_shape` is read, which says it.
+    Args: bits: per integer, of all groups of layers. If there are several, `weight_shape` says which a layer has.
     """
     words, scale = module.take(".weight_packed"), module.take(".weight_scale")
     if words.dtype == "U8":
@@ -144,43 +153,57 @@ def packed(module: Module, bits: int | None) -> DequantizedTensor:
     shape = module.take(".weight_shape")
     if words.dtype != "I32" or len(words.shape) != 2:
         raise module.fail("words of I32", words)
-    bits = 32 * words.shape[1] // _matrix(module, shape)[1] if bits is None else bits
-    if bits not in WORD_BITS:
-        raise module.fail(f"codes of {', '.join(map(str, WORD_BITS))} bits, not {bits}", words)
-    matrix = words.shape[0], 32 * words.shape[1] // bits
+    fitting = list(bits)
+    if len(fitting) > 1:
+        inputs = _matrix(module, shape)[1]
+        fitting = [each for each in bits if words.shape[1] == -(-inputs * each // 32)]
+    if len(fitting) != 1:
+        raise module.fail(f"codes of {' or '.join(map(str, bits))} bits", words)
+    own = fitting[0]
+    matrix = words.shape[0], 32 * words.shape[1] // own
     fit = module.scales(scale, matrix, None, words)
     _check_groups(module, groups, matrix[1], words)
-    middle, packed_shape = 1 << (bits - 1), (-(-fit.shape[0] * bits // 32), fit.shape[1])
+    middle, packed_shape = 1 << (own - 1), (-(-fit.shape[0] * own // 32), fit.shape[1])
     if zero is not None and (zero.dtype, zero.shape) not in (("I32", packed_shape), ("I8", fit.shape)):
         raise module.fail("zero points of I32, packed along the rows of the scales, or of I8", zero, scale)
 
     def decode(arrays: Arrays, start: int, stop: int) -> np.ndarray:
-        values = codes.unpack(arrays["words"], bits).astype(np.float32)
+        values = codes.unpack(arrays["words"], own).astype(np.float32)
         zeros: np.ndarray | int = middle
         if zero is not None and zero.dtype == "I8":
-            zeros = arrays["zero"].astype(np.int16) + middle
+            zeros = fit.part(arrays["zero"], start, stop).astype(np.int16) + middle
         elif zero is not None:
-            zeros = codes.unpack(np.ascontiguousarray(arrays["zero"].T), bits).T[: fit.shape[0]]
-        return fit.apply(values, start, numbers(scale, arrays["scale"]), zeros, arrays.get("groups"))
+            needed = fit.rows(start, stop)
+            zeros = _unpacked(arrays["zero"].T, own, needed.start, min(needed.stop, fit.shape[0])).T
+        scales = numbers(scale, fit.part(arrays["scale"], start, stop))
+        return fit.apply(values, start, scales, zeros, arrays.get("groups"))
 
     return module.weight(matrix, dict(words=words, scale=scale, zero=zero, groups=groups), ["words"], decode)
+
+
+def _unpacked(words: np.ndarray, bits: int, start: int, stop: int) -> np.ndarray:
+    """The codes from `start` to `stop` of each row of words."""
+    per_word = 32 // bits
+    first = start // per_word
+    found = codes.unpack(np.ascontiguousarray(words[:, first : -(-stop // per_word)]), bits)
+    return found[:, start - first * per_word :][:, : stop - start]
 
 
 def _matrix(module: Module, part: StoredTensor) -> tuple[int, int]:
     """The shape that `weight_shape` holds."""
     if part.shape != (2,) or part.dtype not in ("I64", "I32"):
         raise module.fail("two integers", part)
-    rows, columns = map(int, read_raw([part])[0])
+    rows, columns = map(int, module.contents[part.name])
     if not (0 < rows < 2**31 and 0 < columns < 2**31):
         raise ValueError(f"{part.path}: {part.name} is [{rows}, {columns}]; download the checkpoint again")
     return rows, columns
 
 
-def modelopt(module: Module) -> DequantizedTensor:
+def modelopt(module: Module, block: tuple[int, int]) -> DequantizedTensor:
     """`weight` of ModelOpt: of U8, two E2M1 a byte with `weight_scale` and `weight_scale_2`; else as `scaled`."""
     weight = module.take(".weight")
     if weight.dtype != "U8":
-        return scaled(module, None)
+        return scaled(module, block)
     return four_bit_floats(module, weight, factor=module.take(".weight_scale_2"))
 
 
@@ -208,7 +231,8 @@ def four_bit_floats(
     table = codes.E4M3 if scale.dtype == "F8_E4M3" else codes.E8M0
 
     def decode(arrays: Arrays, start: int, stop: int) -> np.ndarray:
-        values, scales = np.take(codes.E2M1, codes.unpack_pairs(arrays["weight"])), np.take(table, arrays["scale"])
+        values = np.take(codes.E2M1, codes.unpack_pairs(arrays["weight"]))
+        scales = np.take(table, fit.part(arrays["scale"], start, stop))
         if "whole" in arrays:
             number = arrays["whole"].reshape(())
             scales = scales * number if divisor is None else scales / number
@@ -217,32 +241,31 @@ def four_bit_floats(
     return module.weight(matrix, dict(weight=weight, scale=scale, whole=whole), ["weight"], decode)
 
 
-def gptq(module: Module, *, plus_one: bool) -> DequantizedTensor:
+def gptq(module: Module, group_size: int | None, *, plus_one: bool) -> DequantizedTensor:
     """GPTQ: `qweight` [in * bits / 32, out] and `qzeros` [groups, out * bits / 32], words of 32 bits; `scales`
     [groups, out]; and `g_idx` [in], the group of each input.
 
-    Args: plus_one: whether zero points are stored less one.
+    Args:
+        group_size: inputs per group, of layers that have as many groups as this makes; -1: all.
+        plus_one: whether zero points are stored less one, without a sign.
     """
     words, zeros, scales = (module.take(f".{kind}") for kind in ("qweight", "qzeros", "scales"))
     groups = module.find(".g_idx")
-    outputs, count = words.shape[-1], scales.shape[0]
-    bits = 32 * zeros.shape[-1] // max(1, outputs)
-    if (words.dtype, zeros.dtype) != ("I32", "I32") or len(words.shape) != 2 or bits not in WORD_BITS:
-        raise module.fail("words of I32 with codes of 2, 4 or 8 bits", words, zeros)
+    if any(len(part.shape) != 2 for part in (words, zeros, scales)) or (words.dtype, zeros.dtype) != ("I32", "I32"):
+        raise module.fail("matrices, the first two of words of I32", words, zeros, scales)
+    outputs, count = words.shape[1], scales.shape[0]
+    bits = 32 * zeros.shape[1] // outputs
+    if bits not in WORD_BITS or zeros.shape != (count, outputs * bits // 32):
+        raise module.fail("words with codes of 2, 4 or 8 bits", words, zeros, scales)
     inputs = 32 * words.shape[0] // bits
-    group = -(-inputs // count)
+    group = _group_of(module, inputs, group_size, scales, groups)
     _check_groups(module, groups, inputs, words)
-    if scales.shape != (count, outputs) or zeros.shape != (count, outputs * bits // 32):
-        raise module.fail(f"scales and zero points of {outputs} outputs in groups", words, scales, zeros)
-    if groups is None and -(-inputs // group) != count:
-        raise module.fail(f"{count} groups of the same number of inputs, or the group of each", words, scales)
+    if scales.shape != (count, outputs) or scales.dtype not in FLOATS:
+        raise module.fail(f"scales of {outputs} outputs, as floats", scales, words)
 
     def decode(arrays: Arrays, start: int, stop: int) -> np.ndarray:
         values = codes.unpack(np.ascontiguousarray(arrays["words"][:, start:stop].T), bits).astype(np.float32)
-        per_word = 32 // bits
-        first = start // per_word
-        zero = codes.unpack(arrays["zeros"][:, first : -(-stop // per_word)], bits)
-        zero = zero[:, start - first * per_word :][:, : stop - start]
+        zero = _unpacked(arrays["zeros"], bits, start, stop)
         if plus_one:
             zero = (zero + np.uint8(1)) & np.uint8((1 << bits) - 1)
         scale = numbers(scales, arrays["scales"][:, start:stop])
@@ -253,15 +276,28 @@ def gptq(module: Module, *, plus_one: bool) -> DequantizedTensor:
     return module.weight((outputs, inputs), parts, [], decode)
 
 
-def awq(module: Module) -> DequantizedTensor:
+def _group_of(
+    module: Module, inputs: int, group_size: int | None, scales: StoredTensor, groups: StoredTensor | None = None
+) -> int:
+    """Inputs per group of a layer whose groups follow each other."""
+    count = scales.shape[0]
+    group = inputs if group_size in (None, -1) else min(group_size, inputs)
+    if -(-inputs // group) == count:
+        return group
+    if groups is None and inputs % count:
+        raise module.fail(f"scales of groups of {group} of {inputs} inputs, or of equal ones", scales)
+    return -(-inputs // count)
+
+
+def awq(module: Module, group_size: int | None) -> DequantizedTensor:
     """AWQ ("gemm"): `qweight` [in, out / 8] and `qzeros` [groups, out / 8], words of eight codes; `scales`
-    [groups, out]."""
+    [groups, out]. Args: group_size: as in `gptq`."""
     words, zeros, scales = (module.take(f".{kind}") for kind in ("qweight", "qzeros", "scales"))
-    if len(words.shape) != 2 or (words.dtype, zeros.dtype) != ("I32", "I32"):
-        raise module.fail("words of I32", words, zeros)
+    if any(len(part.shape) != 2 for part in (words, zeros, scales)) or (words.dtype, zeros.dtype) != ("I32", "I32"):
+        raise module.fail("matrices, the first two of words of I32", words, zeros, scales)
     inputs, outputs, count = words.shape[0], 8 * words.shape[1], scales.shape[0]
-    group = -(-inputs // count)
-    if scales.shape != (count, outputs) or zeros.shape != (count, words.shape[1]) or -(-inputs // group) != count:
+    group = _group_of(module, inputs, group_size, scales)
+    if scales.shape != (count, outputs) or zeros.shape != (count, words.shape[1]) or scales.dtype not in FLOATS:
         raise module.fail(f"scales and zero points of {outputs} outputs in groups of inputs", words, scales, zeros)
 
     def decode(arrays: Arrays, start: int, stop: int) -> np.ndarray:
@@ -285,7 +321,8 @@ def bitsandbytes_int8(module: Module) -> DequantizedTensor:
     fit = Scales((weight.shape[0], 1), (1, weight.shape[1]))
 
     def decode(arrays: Arrays, start: int, stop: int) -> np.ndarray:
-        return fit.apply(arrays["weight"].astype(np.float32), start, arrays["scale"] / np.float32(127))
+        scales = fit.part(arrays["scale"], start, stop) / np.float32(127)
+        return fit.apply(arrays["weight"].astype(np.float32), start, scales)
 
     return module.weight(weight.shape, dict(weight=weight, scale=scale), ["weight"], decode)
 
@@ -307,11 +344,11 @@ class _State:
         part = module.take(f".weight.quant_state.bitsandbytes__{kind}")
         if part.dtype != "U8" or part.num_bytes > 2**16:
             raise module.fail("a JSON text of at most 64 KiB, as U8", part)
-        found = parse_json(bytes(read_raw([part])[0]), f"{part.path}: {part.name}")
+        found = parse_json(bytes(module.contents[part.name]), f"{part.path}: {part.name}")
         shape = found.get("shape")
         sizes = [*(shape if isinstance(shape, list) else []), found.get("blocksize"), found.get("nested_blocksize", 1)]
         offset = found.get("nested_offset", 0.0)
-        if len(sizes) != 4 or not all(map(_is_size, sizes)) or not isinstance(offset, (int, float)):
+        if len(sizes) != 4 or not all(map(_is_size, sizes)) or not _is_small(offset):
             raise ValueError(
                 f"{part.path}: {part.name} is {reprlib.repr(found)}, expected the shape of a matrix and sizes of "
                 "blocks; download the checkpoint again"
@@ -321,6 +358,10 @@ class _State:
 
 def _is_size(value: Any) -> bool:
     return type(value) is int and 0 < value < 2**31
+
+
+def _is_small(value: Any) -> bool:
+    return isinstance(value, (int, float)) and -1e6 < value < 1e6
 
 
 def bitsandbytes_4bit(module: Module, kind: str) -> DequantizedTensor:
@@ -345,14 +386,16 @@ def bitsandbytes_4bit(module: Module, kind: str) -> DequantizedTensor:
 
     def decode(arrays: Arrays, start: int, stop: int) -> np.ndarray:
         first, end = start * width, stop * width
-        scales = arrays["absmax"]
+        first_block, end_block = first // size, -(-end // size)
+        scales = arrays["absmax"][first_block:end_block]
         if "outer" in arrays:
-            own = np.repeat(arrays["outer"], state.outer_size)[:blocks]
+            own = arrays["outer"][np.arange(first_block, end_block) // state.outer_size]
             scales = np.take(arrays["outer_table"], scales) * own + np.float32(state.offset)
         octets = arrays["weight"].reshape(-1)[first // 2 : -(-end // 2)]
         values = np.take(arrays["table"], codes.unpack_pairs(octets, high_first=True))
         values = values[first % 2 : first % 2 + end - first]
-        return values * np.repeat(scales[first // size : -(-end // size)], size)[first % size :][: end - first]
+        values = values * np.repeat(scales, size)[first % size :][: end - first]
+        return values.reshape(stop - start, width)
 
     parts = dict(weight=weight, table=table, absmax=absmax, outer=outer, outer_table=outer_table)
     return module.weight(state.shape, parts, [], decode)
@@ -362,7 +405,8 @@ def mxfp4_experts(module: Module) -> DequantizedTensor:
     """The experts of gpt-oss, [expert, in, out]: `_blocks` u8 [expert, out, in / 32, 16], two codes a byte, low half
     first, and `_scales` u8 [expert, out, in / 32], powers of two."""
     blocks, scales = module.take("_blocks"), module.take("_scales")
-    if blocks.shape[3:] != (16,) or scales.shape != blocks.shape[:3] or (blocks.dtype, scales.dtype) != ("U8", "U8"):
+    is_pair = len(blocks.shape) == 4 and blocks.shape[3] == 16 and scales.shape == blocks.shape[:3]
+    if not is_pair or (blocks.dtype, scales.dtype) != ("U8", "U8"):
         raise module.fail("[expert, out, in / 32, 16] and [expert, out, in / 32] of U8", blocks, scales)
     experts, outputs, groups, _ = blocks.shape
 

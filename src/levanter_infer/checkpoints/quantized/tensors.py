@@ -32,6 +32,8 @@ class DequantizedTensor(StoredTensor):
     start: int
     stop: int
     """The rows of the whole tensor that this one is."""
+    within: tuple[int, int] | None = None
+    """Of an entry of the first axis, without which its shape is: its rows."""
 
     @staticmethod
     def of(
@@ -53,8 +55,16 @@ class DequantizedTensor(StoredTensor):
 
     def rows(self, start: int, stop: int) -> "DequantizedTensor":
         """As `StoredTensor.rows`."""
-        size, own = self.num_bytes // self.shape[0], {"start": self.start + start, "stop": self.start + stop}
-        return replace(self, shape=(stop - start, *self.shape[1:]), num_bytes=(stop - start) * size, **own)
+        size = self.num_bytes // self.shape[0]
+        first = self.start if self.within is None else self.within[0]
+        own = (first + start, first + stop)
+        where = {"start": own[0], "stop": own[1]} if self.within is None else {"within": own}
+        return replace(self, shape=(stop - start, *self.shape[1:]), num_bytes=(stop - start) * size, **where)
+
+    def entry(self, index: int) -> "DequantizedTensor":
+        """As `StoredTensor.entry`."""
+        found = self.rows(index, index + 1)
+        return replace(found, shape=found.shape[1:], within=None if len(found.shape) == 1 else (0, found.shape[1]))
 
     @staticmethod
     def read_all(pieces: "Sequence[tuple[DequantizedTensor, np.ndarray]]") -> None:
@@ -76,11 +86,10 @@ class DequantizedTensor(StoredTensor):
 
     def _tasks(self, arrays: Arrays, out: np.ndarray) -> Iterator[Callable[[], None]]:
         """Functions that each compute some rows."""
-        count = self.stop - self.start
-        by_row = out.reshape(count, -1)
+        by_row = out.reshape(self.stop - self.start, -1)
         step = max(1, _CHUNK // max(1, by_row.shape[1]))
-        for first in range(0, count, step):
-            end = min(first + step, count)
+        for first in range(0, len(by_row), step):
+            end = min(first + step, len(by_row))
 
             def task(first: int = first, end: int = end) -> None:
                 own = {name: array[first:end] if name in self.by_row else array for name, array in arrays.items()}
@@ -88,6 +97,7 @@ class DequantizedTensor(StoredTensor):
                     found = self.decode(own, self.start + first, self.start + end)
                 except ValueError as error:
                     raise ValueError(f"{self.path}: {self.name}: {error}; download the checkpoint again") from error
+                found = found if self.within is None else found[:, slice(*self.within)]
                 by_row[first:end] = found.reshape(end - first, -1).astype(out.dtype, copy=False)
 
             yield task
@@ -110,8 +120,8 @@ def _batches(
 
 
 def numbers(part: StoredTensor, array: np.ndarray) -> np.ndarray:
-    """The floats of a part, as float32. Args: array: what `read_raw` gave."""
-    tables = {"F8_E4M3": codes.E4M3, "F8_E8M0": codes.E8M0}
+    """The floats of a part, as float32; scales of U8 are powers of two. Args: array: rows of what `read_raw` gave."""
+    tables = {"F8_E4M3": codes.E4M3, "F8_E8M0": codes.E8M0, "U8": codes.E8M0}
     table = tables.get(part.dtype)
     return array.astype(np.float32) if table is None else np.take(table, array)
 
@@ -137,7 +147,7 @@ class Scales:
         if block is not None:
             height, width = min(block[0], rows), min(block[1], columns)
             counts = -(-rows // height), -(-columns // width)
-            if stored == counts:
+            if stored in (counts, (counts[0], 1, counts[1], 1)):
                 return Scales(counts, (height, width))
         if stored in ((), (1,), (1, 1)):
             return Scales((1, 1), matrix)
@@ -145,6 +155,14 @@ class Scales:
             return Scales((rows, 1), (1, columns))
         is_grouped = len(stored) == 2 and stored[0] == rows and stored[1] > 0 and columns % stored[1] == 0
         return Scales((rows, stored[1]), (1, columns // stored[1])) if is_grouped else None
+
+    def rows(self, start: int, stop: int) -> slice:
+        """The rows of the arrays that rows of the matrix need."""
+        return slice(start // self.block[0], -(-stop // self.block[0]))
+
+    def part(self, array: np.ndarray, start: int, stop: int) -> np.ndarray:
+        """Those rows of an array, [rows, columns]. Only they are computed with: a matrix is read in many parts."""
+        return array.reshape(self.shape)[self.rows(start, stop)]
 
     def apply(
         self,
@@ -158,17 +176,17 @@ class Scales:
 
         Args:
             values: f32[n, in], rows of the matrix from `start` on.
-            scales, zeros: of the whole matrix; a number is the zero point of all.
+            scales, zeros: `part` of the arrays for these rows; a number is the zero point of all.
             columns: i32[in], the column of `scales` of each column of the matrix; None: as they follow each other.
         Raises: ValueError if `columns` holds others than there are.
         """
         count, width = values.shape
         if columns is not None and not ((columns >= 0) & (columns < self.shape[1])).all():
             raise ValueError(f"group indices range from {columns.min()} to {columns.max()} for {self.shape[1]} groups")
-        rows = np.arange(start, start + count) // self.block[0]
+        rows = np.arange(start, start + count) // self.block[0] - start // self.block[0]
 
         def each(array: np.ndarray) -> np.ndarray:
-            return codes.spread(array.reshape(self.shape)[rows], width, self.block[1], columns)
+            return codes.spread(array[rows], width, self.block[1], columns)
 
         if isinstance(zeros, int):
             values -= np.float32(zeros)
