@@ -323,8 +323,8 @@ def test_modelopt_may_describe_itself_in_a_file_of_its_own(tmp_path):
     with pytest.raises(ValueError, match="no use for"):
         load_model(tmp_path)
     before = model_fingerprint(resolve_source(tmp_path))
-    told = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": None}}
-    (tmp_path / "hf_quant_config.json").write_text(json.dumps(told))
+    said = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": None}}
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps(said))
     assert set(model_fingerprint(resolve_source(tmp_path))) - set(before) == {"modelopt_config_sha256"}
     model, _ = load_model(tmp_path)
     (tmp_path / "hf_quant_config.json").unlink()

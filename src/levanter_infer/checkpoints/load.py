@@ -120,9 +120,9 @@ def _config_json(source: Source) -> dict[str, Any]:
         )
     found = source.read_json(CONFIG)
     if source.has(MODELOPT_CONFIG) and not any(found.get(key) for key in KEYS):  # ModelOpt's older files
-        told = source.read_json(MODELOPT_CONFIG).get("quantization")
-        if isinstance(told, dict):
-            found[KEYS[0]] = {"quant_method": "modelopt", **told}
+        said = source.read_json(MODELOPT_CONFIG).get("quantization")
+        if isinstance(said, dict):
+            found[KEYS[0]] = {"quant_method": "modelopt", **said}
     return found
 
 
