@@ -31,6 +31,11 @@ ADAPTERS = {
     "tables": ("llama3", {"target_modules": ["embed_tokens", "up_proj"], "r": 2, "modules_to_save": ["lm_head"]}),
     "fused": ("phi3", {"target_modules": ["qkv_proj", "gate_up_proj"], "r": 2, "lora_alpha": 8}),
     "transposed": ("gpt2", {"target_modules": ["c_attn", "c_proj"], "r": 2, "lora_alpha": 8, "fan_in_fan_out": True}),
+    "mixed": ("gpt2_untied", {"target_modules": ["attn.c_proj", "lm_head"], "r": 2, "lora_alpha": 8}),
+    "tied": (
+        "llama_tied",
+        {"target_modules": ["q_proj"], "r": 2, "modules_to_save": ["embed_tokens"], "ensure_weight_tying": True},
+    ),
     "biases": ("qwen2", {"target_modules": ["k_proj", "up_proj"], "r": 2, "bias": "lora_only"}),
 }
 

@@ -14,7 +14,7 @@ from safetensors.numpy import load_file, save_file
 
 from levanter_infer import EngineConfig, InferenceEngine, SamplingParams
 from levanter_infer.axes import POSITION
-from levanter_infer.checkpoints.adapter import adapted
+from levanter_infer.checkpoints.adapter import Place, adapted
 from levanter_infer.checkpoints.load import load_model
 from levanter_infer.checkpoints.source import resolve_source
 from levanter_infer.checkpoints.weights import stored_tensors
@@ -66,7 +66,8 @@ def by_hand(base: Path, adapter: Path, name: str, scale: float) -> np.ndarray:
 def test_rows_and_dtypes(tmp_path):
     base, adapter, _ = golden("plain", tmp_path)
     stored = stored_tensors(resolve_source(base))
-    found = adapted(stored, resolve_source(base, adapter=adapter).adapter, lambda names: {name: name for name in names})
+    place = Place(lambda names: {name: name for name in names}, (), None)
+    found = adapted(stored, resolve_source(base, adapter=adapter).adapter, place)
     name = "model.layers.1.mlp.down_proj.weight"
     expected = by_hand(base, adapter, name, 4)
     for dtype in (np.float32, ml_dtypes.bfloat16):
@@ -99,7 +100,6 @@ REFUSED = {
     "lora_alpha=None|lora_alpha='x', expected a number": {"lora_alpha": "x"},
     "alpha_pattern=.*is a pattern": {"alpha_pattern": {"^model.*": 2}},
     "use_rslora='yes', expected true or false": {"use_rslora": "yes"},
-    r"change a matrix \[32, 16\]|change a matrix .*fan_in_fan_out=True": {"fan_in_fan_out": True},
 }
 
 
@@ -137,6 +137,33 @@ def test_an_adapter_of_another_model_is_refused(tmp_path):
         load_model(adapter)
     with pytest.raises(ValueError, match="adapter .* there is no directory"):
         load_model(base, adapter=tmp_path / "nowhere")
+
+
+def test_a_change_of_one_of_two_tied_tables_is_refused(tmp_path):
+    """PEFT changes the embeddings alone then, or the head alone."""
+    base, adapter, tensors = golden("tied", tmp_path)
+    path, prefix = adapter / "adapter_model.safetensors", "base_model.model."
+    stored = load_file(path)
+    head, table = f"{prefix}lm_head.weight", f"{prefix}model.embed_tokens.weight"
+    assert head in stored and table in stored
+    vocab, embed = stored[table].shape
+    lora = {
+        f"{prefix}model.embed_tokens.lora_embedding_A": np.ones((2, vocab), np.float32),
+        f"{prefix}model.embed_tokens.lora_embedding_B": np.ones((embed, 2), np.float32),
+    }
+    others = {name: tensor for name, tensor in stored.items() if name not in (head, table)}
+    for changed in ({table: stored[table]}, {head: stored[head]}, lora, {head: stored[head] + 1, table: stored[table]}):
+        save_file({**others, **changed}, path)
+        with pytest.raises(ValueError, match="alone, and in this model they are one tensor"):
+            load_model(base, adapter=adapter)
+    save_file(others, path)
+    expected = load_model(base, adapter=adapter)[0]
+    copy = load_file(base / "model.safetensors")["model.embed_tokens.weight"]  # PEFT saves such with new tokens
+    for copies in ({table: copy}, {head: copy}, {head: copy, table: copy}):
+        save_file({**others, **copies}, path)
+        found = load_model(base, adapter=adapter)[0]
+        for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+            np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
 
 
 def test_an_engine_gets_and_swaps_adapters(tmp_path):

@@ -8,7 +8,7 @@ of PEFT 0.21 (`tuners/lora`).
 import math
 import re
 import reprlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -83,14 +83,21 @@ class Change:
         return np.float32(self.scale) * (left[start:stop] @ right)
 
 
-def adapted(
-    tensors: Mapping[str, StoredTensor], adapter: Source, own_names: Callable[[Iterable[str]], Mapping[str, str]]
-) -> dict[str, StoredTensor]:
-    """The tensors of a model with the changes of an adapter.
+@dataclass(frozen=True)
+class Place:
+    """What the tensors of an adapter are to a model."""
 
-    Args:
-        tensors: by the names of the family's table.
-        own_names: as `Family.own_names`, for this config.json.
+    own_names: Callable[[Iterable[str]], Mapping[str, str]]
+    """As `Family.own_names`, for this config.json."""
+    transposed: Collection[str]
+    """Names of the matrices that are stored [in, out]."""
+    tied: tuple[str, str] | None
+    """Names of a head and of the embeddings that it is; None: the head is of its own."""
+
+
+def adapted(tensors: Mapping[str, StoredTensor], adapter: Source, place: Place) -> dict[str, StoredTensor]:
+    """The tensors of a model with the changes of an adapter. Args: tensors: by the names of the family's table.
+
     Raises: ValueError naming the key of a method that is not LoRA, or the tensor of the adapter that fits none.
     """
     config = _Config.read(adapter)
@@ -101,27 +108,64 @@ def adapted(
         raise ValueError(f"{where}: got tensors {enumerate_names(odd)}, expected names that begin with {_PREFIX}")
     stored = {name.removeprefix(_PREFIX): tensor for name, tensor in header.items()}
     modules = {name.removesuffix(suffix) for name in stored for suffix in _SUFFIXES if name.endswith(suffix)}
-    changes = {f"{module}.weight": _change(module, stored, config) for module in modules}
     # Whole tensors: of `modules_to_save`, biases, and the embeddings that an adapter of them is saved with.
-    whole = {name: tensor for name, tensor in stored.items() if not name.endswith(_SUFFIXES)}
-    instead = {name.replace(".base_layer.", "."): tensor for name, tensor in whole.items()}
-    found = dict(tensors)
-    places = own_names([*changes, *(name for name in instead if name not in changes)])
-    by_name = {name: own for own, name in places.items()}
-    unknown = sorted(name for name in (*changes, *instead) if by_name.get(name) not in tensors)
+    whole = {name.replace(".base_layer.", "."): each for name, each in stored.items() if not name.endswith(_SUFFIXES)}
+    named = {f"{module}.weight" for module in modules} | set(whole)
+    by_name = {name: own for own, name in place.own_names(named).items()}
+    instead = {by_name.get(name, name): tensor for name, tensor in whole.items()}
+    changed = {by_name.get(f"{module}.weight", f"{module}.weight"): module for module in modules}
+    if place.tied is not None:
+        _check_tied(*place.tied, changed, instead, tensors, adapter)
+    unknown = sorted(name for name in {*changed, *instead} if name not in tensors)
     if unknown:
         raise ValueError(
             f"{adapter.name} changes tensors that the model does not have: {enumerate_names(unknown)}; it belongs to "
-            "another model, or changes a head that is the embeddings"
+            "another model"
         )
-    for name in (*changes, *instead):
-        own = by_name[name]
-        base = instead.get(name, tensors[own])
-        found[own] = _with_change(tensors[own], base, changes.get(name), config)
+    found = dict(tensors)
+    for name in {*changed, *instead}:
+        change = None
+        if name in changed:
+            change = _change(changed[name], stored, config, is_transposed=name in place.transposed)
+        found[name] = _with_change(tensors[name], instead.get(name, tensors[name]), change)
     return found
 
 
-def _with_change(plain: StoredTensor, base: StoredTensor, change: Change | None, config: "_Config") -> AdaptedTensor:
+def _check_tied(
+    head: str,
+    embeddings: str,
+    changed: Collection[str],
+    instead: dict[str, StoredTensor],
+    tensors: Mapping[str, StoredTensor],
+    adapter: Source,
+) -> None:
+    """Take a head that is the embeddings out of `instead`. PEFT changes one of the two, unless both are saved.
+
+    Raises: ValueError unless both stay equal.
+    """
+    if head not in {*changed, *instead} and embeddings not in {*changed, *instead}:
+        return
+    both = [instead.pop(head, None), instead.get(embeddings)]
+    sides = [tensors[embeddings] if side is None else side for side in both]
+    if head in changed or embeddings in changed or not _are_equal(*sides):
+        raise ValueError(
+            f"{adapter.name} changes {head!r} or {embeddings!r} alone, and in this model they are one tensor "
+            "(tie_word_embeddings); merge it with PEFT's merge_and_unload into a model that has both"
+        )
+
+
+def _are_equal(one: StoredTensor, other: StoredTensor) -> bool:
+    if one is other:
+        return True
+    if one.shape != other.shape or other.dtype not in DTYPES or one.dtype not in DTYPES:
+        return False
+    arrays = [np.empty(tensor.shape, np.float32) for tensor in (one, other)]
+    for tensor, array in zip((one, other), arrays, strict=True):
+        tensor.read_into(array)
+    return np.array_equal(arrays[0], arrays[1])
+
+
+def _with_change(plain: StoredTensor, base: StoredTensor, change: Change | None) -> AdaptedTensor:
     if base.shape != plain.shape or (base is not plain and base.dtype not in DTYPES):
         raise ValueError(
             f"{base.path}: tensor {base.name!r} is {list(base.shape)} of {base.dtype}, and that of the model is "
@@ -134,13 +178,13 @@ def _with_change(plain: StoredTensor, base: StoredTensor, change: Change | None,
             raise ValueError(
                 f"{change.up.path}: {change.down.name!r} {list(change.down.shape)} and {change.up.name!r} "
                 f"{list(change.up.shape)} change a matrix {list(expected)}, and the model's is {list(plain.shape)}; "
-                f"the adapter belongs to another model (fan_in_fan_out={config.transposes})"
+                "the adapter belongs to another model"
             )
     size = base.path, plain.name, plain.dtype, plain.shape, base.offset, plain.num_bytes
     return AdaptedTensor(*size, base, change, 0, plain.shape[0] if plain.shape else 0)
 
 
-def _change(module: str, stored: Mapping[str, StoredTensor], config: "_Config") -> Change:
+def _change(module: str, stored: Mapping[str, StoredTensor], config: "_Config", *, is_transposed: bool) -> Change:
     is_table = f"{module}.lora_embedding_A" in stored or f"{module}.lora_embedding_B" in stored
     ends = _SUFFIXES[2:] if is_table else _SUFFIXES[:2]
     down, up = (stored.get(module + end) for end in ends)
@@ -155,7 +199,7 @@ def _change(module: str, stored: Mapping[str, StoredTensor], config: "_Config") 
     if down.dtype not in DTYPES or up.dtype not in DTYPES:
         raise ValueError(f"{down.path}: {down.name!r} is {down.dtype} and {up.name!r} {up.dtype}, expected floats")
     # A table [vocab, embed] is changed by the transpose: PEFT's A is [r, vocab] then, and B [embed, r].
-    return Change(down, up, config.scale(module, down.shape[0]), is_table or config.transposes)
+    return Change(down, up, config.scale(module, down.shape[0]), is_table or is_transposed)
 
 
 @dataclass(frozen=True)
@@ -167,8 +211,6 @@ class _Config:
     """Of modules whose name, or its end after a dot, is this."""
     by_root: bool
     """Whether s is alpha / sqrt(r)."""
-    transposes: bool
-    """Whether matrices are stored [in, out], as in GPT-2."""
 
     def scale(self, module: str, rank: int) -> float:
         named = (value for key, value in self.alphas.items() if module == key or module.endswith(f".{key}"))
@@ -201,11 +243,10 @@ class _Config:
         for key in alphas:
             if not re.fullmatch(r"[\w.]+", key):
                 raise fail("alpha_pattern", f"names of modules; {key!r} is a pattern, which is not implemented")
-        flags = [raw.get(key, False) or False for key in ("use_rslora", "fan_in_fan_out")]
-        for key, value in zip(("use_rslora", "fan_in_fan_out"), flags, strict=True):
-            if not isinstance(value, bool):
-                raise fail(key, "true or false")
-        return _Config(alpha, alphas, *flags)
+        by_root = raw.get("use_rslora", False) or False
+        if not isinstance(by_root, bool):
+            raise fail("use_rslora", "true or false")
+        return _Config(alpha, alphas, by_root)
 
 
 def _is_number(value: Any) -> bool:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
-from levanter_infer.checkpoints.adapter import adapted
+from levanter_infer.checkpoints.adapter import Place, adapted
 from levanter_infer.checkpoints.levanter import is_levanter, levanter_tensors
 from levanter_infer.checkpoints.quantized.config import KEYS, without_quantization
 from levanter_infer.checkpoints.source import ADAPTER_CONFIG, CONFIG, MODELOPT_CONFIG, Source, resolve_source
@@ -143,10 +143,13 @@ def _open(source: Source, wanted: np.dtype | None, hf_config: Mapping[str, Any])
         params = parameters(DecoderModel.types(config), family.table_for(tensors))
         if quantization is not None:
             tensors = quantization.without_zero_biases(tensors, {name for param in params for name in param.names})
-    if source.adapter is not None:
-        tensors = adapted(tensors, source.adapter, lambda names: family.own_names(names, hf_config))
     head = family.tensor_of("lm_head.weight") if config.tie_word_embeddings else None
     embeddings = family.tensor_of("embeddings.weight")
+    if source.adapter is not None:
+        transposed = {name for param in params for name in param.names if param.slice.transposed}
+        tied = (head, embeddings) if head is not None and embeddings is not None else None
+        place = Place(lambda names: family.own_names(names, hf_config), transposed, tied)
+        tensors = adapted(tensors, source.adapter, place)
     _check_names(params, tensors, head, source)
     _check_headers(params, tensors)
     if head is not None and head in tensors and embeddings is not None:
