@@ -98,6 +98,7 @@ REFUSED = {
     "target_parameters=.'experts'., expected nothing": {"target_parameters": ["experts"]},
     "init_lora_weights='pissa_niter_4', expected an initialisation": {"init_lora_weights": "pissa_niter_4"},
     "lora_alpha=None|lora_alpha='x', expected a number": {"lora_alpha": "x"},
+    "lora_alpha=1000.*0, expected a number": {"lora_alpha": 10**400},
     "alpha_pattern=.*is a pattern": {"alpha_pattern": {"^model.*": 2}},
     "use_rslora='yes', expected true or false": {"use_rslora": "yes"},
 }
@@ -130,6 +131,7 @@ def test_an_adapter_of_another_model_is_refused(tmp_path):
     refused("names that begin with base_model.model.", {**tensors, "lora": tensors[name]})
     dora = {f"{prefix}mlp.down_proj.lora_magnitude_vector": np.ones(3, np.float32)}
     refused("lora_magnitude_vector", {**tensors, **dora})
+    refused("holds no tensors; save the adapter again", {})
     path.unlink()
     with pytest.raises(ValueError, match="no adapter_model.safetensors"):
         load_model(base, adapter=adapter)

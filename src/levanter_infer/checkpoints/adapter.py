@@ -102,6 +102,8 @@ def adapted(tensors: Mapping[str, StoredTensor], adapter: Source, place: Place) 
     """
     config = _Config.read(adapter)
     header = read_header(adapter.file(ADAPTER_WEIGHTS))
+    if not header:
+        raise ValueError(f"{adapter.where(ADAPTER_WEIGHTS)} holds no tensors; save the adapter again")
     odd = sorted(name for name in header if not name.startswith(_PREFIX))
     if odd:
         where = adapter.where(ADAPTER_WEIGHTS)
@@ -250,4 +252,4 @@ class _Config:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and -1e9 < value < 1e9
