@@ -210,7 +210,6 @@ def _same_files(source: Input, spec: dict[str, Any]) -> InputShards:
 
 
 def _fingerprints(config: BatchRunConfig) -> dict[str, Any]:
-
     return {
         "model": model_fingerprint(config.model.resolve()),
         "tokenizer": tokenizer_fingerprint(

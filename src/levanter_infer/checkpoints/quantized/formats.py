@@ -228,11 +228,10 @@ def four_bit_floats(
         raise module.fail(f"scales of {kinds[0]}, one for {group} inputs", scale, weight)
     if whole is not None and (whole.dtype != "F32" or whole.shape not in ((), (1,))):
         raise module.fail("one number of F32", whole)
-    table = codes.E4M3 if scale.dtype == "F8_E4M3" else codes.E8M0
 
     def decode(arrays: Arrays, start: int, stop: int) -> np.ndarray:
         values = np.take(codes.E2M1, codes.unpack_pairs(arrays["weight"]))
-        scales = np.take(table, fit.part(arrays["scale"], start, stop))
+        scales = numbers(scale, fit.part(arrays["scale"], start, stop))
         if "whole" in arrays:
             number = arrays["whole"].reshape(())
             scales = scales * number if divisor is None else scales / number
@@ -249,10 +248,8 @@ def gptq(module: Module, group_size: int | None, *, plus_one: bool) -> Dequantiz
         group_size: inputs per group, of layers that have as many groups as this makes; -1: all.
         plus_one: whether zero points are stored less one, without a sign.
     """
-    words, zeros, scales = (module.take(f".{kind}") for kind in ("qweight", "qzeros", "scales"))
+    words, zeros, scales = _words_zeros_scales(module)
     groups = module.find(".g_idx")
-    if any(len(part.shape) != 2 for part in (words, zeros, scales)) or (words.dtype, zeros.dtype) != ("I32", "I32"):
-        raise module.fail("matrices, the first two of words of I32", words, zeros, scales)
     outputs, count = words.shape[1], scales.shape[0]
     bits = 32 * zeros.shape[1] // outputs
     if bits not in WORD_BITS or zeros.shape != (count, outputs * bits // 32):
@@ -276,6 +273,14 @@ def gptq(module: Module, group_size: int | None, *, plus_one: bool) -> Dequantiz
     return module.weight((outputs, inputs), parts, [], decode)
 
 
+def _words_zeros_scales(module: Module) -> tuple[StoredTensor, StoredTensor, StoredTensor]:
+    """`qweight`, `qzeros` and `scales`, which are matrices, the first two of words."""
+    words, zeros, scales = (module.take(f".{kind}") for kind in ("qweight", "qzeros", "scales"))
+    if any(len(part.shape) != 2 for part in (words, zeros, scales)) or (words.dtype, zeros.dtype) != ("I32", "I32"):
+        raise module.fail("matrices, the first two of words of I32", words, zeros, scales)
+    return words, zeros, scales
+
+
 def _group_of(
     module: Module, inputs: int, group_size: int | None, scales: StoredTensor, groups: StoredTensor | None = None
 ) -> int:
@@ -292,9 +297,7 @@ def _group_of(
 def awq(module: Module, group_size: int | None) -> DequantizedTensor:
     """AWQ ("gemm"): `qweight` [in, out / 8] and `qzeros` [groups, out / 8], words of eight codes; `scales`
     [groups, out]. Args: group_size: as in `gptq`."""
-    words, zeros, scales = (module.take(f".{kind}") for kind in ("qweight", "qzeros", "scales"))
-    if any(len(part.shape) != 2 for part in (words, zeros, scales)) or (words.dtype, zeros.dtype) != ("I32", "I32"):
-        raise module.fail("matrices, the first two of words of I32", words, zeros, scales)
+    words, zeros, scales = _words_zeros_scales(module)
     inputs, outputs, count = words.shape[0], 8 * words.shape[1], scales.shape[0]
     group = _group_of(module, inputs, group_size, scales)
     if scales.shape != (count, outputs) or zeros.shape != (count, words.shape[1]) or scales.dtype not in FLOATS:
@@ -419,6 +422,6 @@ def mxfp4_experts(module: Module) -> DequantizedTensor:
     return module.weight((experts, 32 * groups, outputs), parts, list(parts), decode, suffix="")
 
 
-def _check_groups(module: Module, groups: StoredTensor | None, inputs: int, codes: StoredTensor) -> None:
+def _check_groups(module: Module, groups: StoredTensor | None, inputs: int, stored: StoredTensor) -> None:
     if groups is not None and (groups.dtype, groups.shape) != ("I32", (inputs,)):
-        raise module.fail(f"the group of each of {inputs} inputs, of I32", codes, groups)
+        raise module.fail(f"the group of each of {inputs} inputs, of I32", stored, groups)
