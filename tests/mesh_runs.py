@@ -106,6 +106,20 @@ def run(place: Place, count: int, model_changes: Mapping[str, Any] | None = None
     return results(engine, count)
 
 
+def narrow(place: Place, model_changes: Mapping[str, Any], *, is_stored: bool = False) -> dict:
+    """As `run`, with weights of int8 and some that are filled up. Args: is_stored: the model is read from a file."""
+    from tests.tiny_models import tiny_model
+
+    model = without_zeros(tiny_model(**model_changes))
+    with tempfile.TemporaryDirectory() as directory:
+        if is_stored:
+            save_model(model, Path(directory))
+            model = open_model(resolve_source(directory))
+        engine = InferenceEngine(model, config=EngineConfig(**SIZES, weight_dtype="int8"), **place)
+    dtypes = sorted({str(leaf.dtype) for leaf in jax.tree.leaves(engine.model.layers)})
+    return {**results(engine, 8), "weight_dtypes": dtypes}
+
+
 def filled(place: Place) -> dict:
     """As `sinks`, stored as a TPU's backend does: the inputs of experts filled up on each device, several input axes
     merged."""
@@ -515,6 +529,9 @@ KINDS: dict[str, Callable[[Place], dict]] = {
     "wholenorm": lambda place: run(place, 8, WHOLE_NORM),
     "experts": lambda place: run(place, 16, EXPERTS),
     "routed": routed,
+    "int8": lambda place: narrow(place, EIGHT_HEADS),
+    "int8loaded": lambda place: narrow(place, EIGHT_HEADS, is_stored=True),
+    "int8experts": lambda place: narrow(place, EXPERTS),
     "latents": lambda place: run(place, 8, LATENTS, by_head),
     "biased": lambda place: run(place, 16, BIASED),
     "sinks": lambda place: run(place, 16, SINKS),
@@ -582,7 +599,7 @@ SAMPLERS: dict[str, Callable[[], Backend | None]] = {
     "rowkernels": lambda: make_backend("gpu_interpret"),
 }
 KINDS["slept"] = slept
-KINDS |= {f"ring{kind}": on_ring(kind) for kind in ("some", "heads", "tied", "biases", "experts")}
+KINDS |= {f"ring{kind}": on_ring(kind) for kind in ("some", "heads", "tied", "biases", "experts", "int8")}
 
 
 def case(name: str, hosts: Hosts | None = None) -> dict:

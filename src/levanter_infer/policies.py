@@ -17,7 +17,7 @@ class Option(enum.StrEnum):
     def listed(cls) -> str:
         """The values in words: `a, b or c`."""
         *most, last = cls
-        return f"{', '.join(most)} or {last}"
+        return f"{', '.join(most)} or {last}" if most else last
 
 
 class AttentionImpl(Option):
@@ -51,6 +51,12 @@ class CpuIsa(Option):
     AVX512 = "avx512"
     AVX2 = "avx2"
     GENERIC = "generic"
+
+
+class WeightDtype(Option):
+    """dtype of stored weights, where it is not that of the checkpoint."""
+
+    INT8 = "int8"
 
 
 class KvDtype(Option):

@@ -17,6 +17,7 @@ from levanter_infer.kernels.call import AttentionCall, LinearCall
 from levanter_infer.kernels.cpu import bindings as cpu
 from levanter_infer.kernels.cpu.backend import CpuBackend
 from levanter_infer.kernels.rules import ScoreRules
+from levanter_infer.layers.quantize import quantized
 from levanter_infer.policies import CpuIsa
 from levanter_infer.structured.automaton import packed
 from tests.kernels.ragged import Sizes, dense_attention, make_ragged
@@ -35,10 +36,31 @@ each_isa = pytest.mark.parametrize(
 )
 
 
+DTYPES = ["float32", "bfloat16", "int8"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Quantized:
+    """Weights of int8 that are indexed as the floats that they mean."""
+
+    codes: jax.Array
+    scales: jax.Array
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.codes.shape
+
+    def __getitem__(self, layer: int) -> np.ndarray:
+        return np.asarray(self.codes[layer], np.float64) * np.asarray(self.scales[layer], np.float64)[:, None]
+
+
 def random_problem(rows, inputs, outputs, dtype, layers=2):
     rng = np.random.default_rng(rows * inputs)
     x = jnp.asarray(rng.standard_normal((rows, inputs)), jnp.float32)
-    return x, [jnp.asarray(rng.standard_normal((layers, out, inputs)), dtype) for out in outputs]
+    weights = [jnp.asarray(rng.standard_normal((layers, out, inputs)), jnp.float32) for out in outputs]
+    if dtype == "int8":
+        return x, [Quantized(*quantized(weight, 1)) for weight in weights]
+    return x, [weight.astype(dtype) for weight in weights]
 
 
 @functools.cache
@@ -62,7 +84,8 @@ def call_of(arrays, dtype: str, rules: ScoreRules, value_dim: int | None = None)
 def matmul(isa, x, weights, layer, num_rows=None, **around):
     """The matmuls with weights [layers, outputs, inputs], by the kernels of one instruction set."""
     outputs = tuple(weight.shape[1] for weight in weights)
-    panels = [cpu.to_panels(weight, isa_name=isa) for weight in weights]
+    panels = [cpu.to_panels(getattr(weight, "codes", weight), isa_name=isa) for weight in weights]
+    around |= {"scales": scales} if (scales := [w.scales for w in weights if isinstance(w, Quantized)]) else {}
     rows = None if num_rows is None else jnp.int32(num_rows)
     return compiled(isa)(x, panels, outputs, jnp.int32(layer), rows, **around)
 
@@ -72,8 +95,13 @@ def test_the_kernels_are_built_where_there_is_a_compiler():
 
 
 def rounds_inputs(isa, dtype) -> bool:
-    """Whether this instruction set multiplies 16-bit inputs with 16-bit weights."""
-    return isa in ("amx_bf16", "avx512_bf16") and dtype == "bfloat16"
+    """Whether this instruction set multiplies 16-bit inputs with weights that are no wider."""
+    return isa in ("amx_bf16", "avx512_bf16") and dtype != "float32"
+
+
+def as_read(isa, dtype, x) -> np.ndarray:
+    """The inputs as the kernels multiply them."""
+    return np.asarray(x.astype("bfloat16") if rounds_inputs(isa, dtype) else x, np.float64)
 
 
 RULES = {"plain": (False, {}), "sinks": (True, {}), "sinks-chunk": (True, {"attention_chunk": 45})}
@@ -88,16 +116,15 @@ SCORE_RULES = RULES | {
 
 
 @each_isa
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     "rows, inputs, outputs", [(1, 576, (50,)), (3, 70, (1, 2, 24)), (9, 2100, (25, 3)), (50, 33, (7,))]
 )
 def test_matmul_equal_numpy(isa, dtype, rows, inputs, outputs):
     x, weights = random_problem(rows, inputs, outputs, dtype)
-    read = x.astype(dtype) if rounds_inputs(isa, dtype) else x
     for layer in (0, 1):
         for y, weight in zip(matmul(isa, x, weights, layer), weights, strict=True):
-            exact = np.asarray(read, np.float64) @ np.asarray(weight[layer], np.float64).T
+            exact = as_read(isa, dtype, x) @ np.asarray(weight[layer], np.float64).T
             np.testing.assert_allclose(y, exact, atol=2e-6 * np.sqrt(inputs) * np.abs(x).max(), rtol=1e-6)
 
 
@@ -115,7 +142,7 @@ def test_rows_are_found_again_in_panels(isa, dtype, traced):
 
 
 @each_isa
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_a_row_has_the_same_bits_in_any_number_of_rows_and_at_any_index(isa, dtype):
     x, weights = random_problem(61, 1500, (30,), dtype)
     whole = np.asarray(matmul(isa, x, weights, 1)[0])
@@ -135,7 +162,7 @@ def test_rows_not_in_use_give_zeros_and_may_hold_nan():
 
 
 @each_isa
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_no_rows_in_use_give_zeros(isa, dtype):
     x, weights = random_problem(5, 40, (7,), dtype)
     around = {"norm": jnp.ones((2, 40)), "eps": 0.1, "residual": jnp.ones((5, 7))}
@@ -144,11 +171,11 @@ def test_no_rows_in_use_give_zeros(isa, dtype):
 
 @each_isa
 @pytest.mark.parametrize("inputs", [33, 576])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_norm_gate_and_residual_in_the_same_call_equal_numpy(isa, inputs, dtype):
     x, weights = random_problem(11, inputs, (20, 7), dtype)
     rng = np.random.default_rng(1)
-    norm = jnp.asarray(rng.standard_normal((2, inputs)), dtype)
+    norm = jnp.asarray(rng.standard_normal((2, inputs)), "bfloat16" if dtype == "int8" else dtype)
     gate = jnp.asarray(4 * rng.standard_normal(x.shape), jnp.float32)
     residual = jnp.asarray(rng.standard_normal((11, 20)), jnp.float32)
     wide = np.asarray(x, np.float64)
@@ -171,15 +198,15 @@ def test_norm_gate_and_residual_in_the_same_call_equal_numpy(isa, inputs, dtype)
 
 
 # Sizes at which linear.inc, pairs.inc, tiles.inc and handlers.cc take another path: blocks of rows (6, 12 and 16, of
-# tiles in pairs), 16-bit weights widened once (48 rows), groups of blocks (512 rows), blocks of inputs (1024) and parts
-# (512), tiles of inputs (32) whole and in part, panels (16 and 32 outputs) whole and in part, several panels in one
-# piece of work.
+# tiles in pairs), narrow weights widened once (48 rows), groups of blocks (512 rows), blocks of inputs (1024; 512 of
+# int8) and parts (512), tiles of inputs (32) whole and in part, panels (16 and 32 outputs)
+# whole and in part, several panels in one piece of work.
 ROW_COUNTS = (1, 6, 7, 12, 13, 16, 17, 32, 33, 47, 48, 49, 97, 530)
 MANY_OUTPUTS = 32 * 8 * 16 + 5
 
 
 @each_isa
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("inputs", "outputs"), [(34, 37), (1024, 64), (2051, 37)])
 @pytest.mark.parametrize("rows", [12, 47, 48, 97])
 def test_a_residual_is_added_once_at_every_size(isa, dtype, rows, inputs, outputs):
@@ -187,14 +214,13 @@ def test_a_residual_is_added_once_at_every_size(isa, dtype, rows, inputs, output
     residual = 100 * jnp.asarray(np.random.default_rng(7).standard_normal((rows, outputs)), jnp.float32)
     before = np.asarray(residual)
     y = np.asarray(matmul(isa, x, weights, 1, residual=residual)[0], np.float64)
-    read = x.astype(dtype) if rounds_inputs(isa, dtype) else x
-    exact = np.asarray(read, np.float64) @ np.asarray(weights[0][1], np.float64).T + np.asarray(residual, np.float64)
+    exact = as_read(isa, dtype, x) @ np.asarray(weights[0][1], np.float64).T + np.asarray(residual, np.float64)
     np.testing.assert_allclose(y, exact, atol=2e-6 * np.sqrt(inputs) * np.abs(x).max() + 4e-5, rtol=1e-6)
     np.testing.assert_array_equal(residual, before)
 
 
 @each_isa
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("inputs", [1024, 1026])
 def test_a_row_has_the_same_bits_on_both_sides_of_every_size(isa, dtype, inputs):
     x, weights = random_problem(max(ROW_COUNTS), inputs, (40,), dtype)
@@ -222,17 +248,17 @@ def test_logits_of_many_rows_have_the_bits_of_few(isa, outputs, inputs):
 
 
 @each_isa
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
 @pytest.mark.parametrize("rows", [1, 13, 48])
-def test_every_panel_is_computed_where_several_are_one_piece_of_work(isa, rows):
-    x, weights = random_problem(rows, 8, (MANY_OUTPUTS, 3), "bfloat16", layers=1)
-    read = x.astype("bfloat16") if rounds_inputs(isa, "bfloat16") else x
+def test_every_panel_is_computed_where_several_are_one_piece_of_work(isa, rows, dtype):
+    x, weights = random_problem(rows, 8, (MANY_OUTPUTS, 3), dtype, layers=1)
     for y, weight in zip(matmul(isa, x, weights, 0), weights, strict=True):
-        exact = np.asarray(read, np.float64) @ np.asarray(weight[0], np.float64).T
+        exact = as_read(isa, dtype, x) @ np.asarray(weight[0], np.float64).T
         np.testing.assert_allclose(y, exact, atol=1e-5, rtol=1e-6)
 
 
 @each_isa
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("inputs", "outputs"), [(34, 37), (96, 64), (1026, 40), (8, MANY_OUTPUTS)])
 @pytest.mark.parametrize("rows", [1, 16, 33, 97])
 def test_a_gated_pair_has_the_bits_of_two_results_and_a_gate(isa, dtype, rows, inputs, outputs):
@@ -260,7 +286,7 @@ def test_a_norm_or_gate_has_the_same_bits_in_any_number_of_rows(isa):
 
 
 @each_isa
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("inputs", [32, 41, 96])
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_what_is_not_finite_in_one_row_does_not_reach_another(isa, dtype, inputs, bad):
@@ -286,6 +312,10 @@ def test_arguments_that_do_not_fit_are_refused():
         jax.block_until_ready(matmul(None, x, [weights[0], jnp.ones((2, 40, 8))], 0, is_gated_pair=True))
     with pytest.raises(Exception, match="rows have no inputs"):
         jax.block_until_ready(matmul(None, x[:, :0], [weights[0][:, :, :0]], 0))
+    with pytest.raises(Exception, match="of int8, and no others, have scales"):
+        jax.block_until_ready(compiled(None)(x, [cpu.to_panels(weights[0].astype(jnp.int8))], (3,), jnp.int32(0)))
+    with pytest.raises(Exception, match="the scales do not fit"):
+        jax.block_until_ready(matmul(None, x, [Quantized(weights[0].astype(jnp.int8), jnp.ones((2, 4)))], 0))
     with pytest.raises(Exception, match="neither bf16 nor f32"):
         panels = cpu.to_panels(weights[0]).astype(jnp.int32)
         jax.block_until_ready(compiled(None)(x, [panels], (3,), jnp.int32(0)))

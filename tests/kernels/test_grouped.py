@@ -14,6 +14,7 @@ from levanter_infer.kernels.call import GroupedCall, LinearCall
 from levanter_infer.kernels.cpu import bindings as cpu
 from levanter_infer.kernels.cpu.backend import CpuBackend
 from levanter_infer.kernels.registry import make_backend
+from levanter_infer.layers.quantize import quantized
 from levanter_infer.policies import CpuIsa
 from tests.kernels.ragged import RUNS_HERE
 
@@ -56,9 +57,10 @@ def one_by_one(x, rows, counts, weights, norm=None, gate=None) -> list[np.ndarra
 
 
 @functools.partial(jax.jit, static_argnames=("backend", "outs"))
-def computed(backend, outs, x, rows, counts, weights, norm=None, gate=None):
+def computed(backend, outs, x, rows, counts, weights, norm=None, gate=None, scales=()):
     norm = None if norm is None else (norm, EPS)
-    call = GroupedCall(x, counts, weights, outs, rows=rows, layer=jnp.int32(LAYER), norm=norm, gate=gate)
+    layer = jnp.int32(LAYER)
+    call = GroupedCall(x, counts, weights, outs, rows=rows, layer=layer, norm=norm, gate=gate, scales=scales)
     return backend.grouped_linear(call)
 
 
@@ -86,6 +88,24 @@ def test_every_backend_gives_what_a_loop_over_results_gives(name, counts):
     for result, expected in zip(got, one_by_one(x, rows, counts, weights), strict=True):
         np.testing.assert_allclose(result, expected, atol=2e-5)
         assert not np.any(np.asarray(result)[sum(counts) :])  # exactly zero, whatever those rows hold
+
+
+@pytest.mark.parametrize("counts", COUNTS[:3])
+@pytest.mark.parametrize("name", NAMES)
+def test_weights_of_int8_give_what_the_floats_give_that_they_mean(name, counts):
+    backend = make_backend(name)
+    dtype = jnp.bfloat16 if "gpu" in name else jnp.float32
+    x, rows, weights = arrays(counts, inputs=24, outs=(40, 7))
+    x = np.asarray(jnp.asarray(x, jnp.bfloat16).astype(jnp.float32))  # which a processor may round them to
+    codes, scales = zip(*(quantized(jnp.asarray(weight), 1) for weight in weights), strict=True)
+    meant = [
+        np.asarray(code, np.float32) * np.asarray(scale)[..., None] for code, scale in zip(codes, scales, strict=True)
+    ]
+    panels = stored(backend, codes, jnp.int8)
+    got = computed(backend, (40, 7), jnp.asarray(x, dtype), rows, jnp.asarray(counts, jnp.int32), panels, scales=scales)
+    for result, expected in zip(got, one_by_one(x, rows, counts, meant), strict=True):
+        np.testing.assert_allclose(result, expected, atol=2e-5)
+        assert not np.any(np.asarray(result)[sum(counts) :])
 
 
 @pytest.mark.parametrize("counts", [(0, 3, 0, 1, 14), (60, 0, 2, 0, 100), (0, 0, 0, 0, 0)])
@@ -120,7 +140,7 @@ def test_norm_and_gate_are_fused_on_a_cpu(isa, inputs):
 
 
 @needs_cpu
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.int8])
 @pytest.mark.parametrize("isa", ISAS)
 def test_a_result_has_the_bits_of_the_dense_matmul(isa, dtype):
     """Whichever and however many rows its group has: bits are batch-invariant."""
@@ -129,10 +149,13 @@ def test_a_result_has_the_bits_of_the_dense_matmul(isa, dtype):
     backend, inputs, outs = CpuBackend(isa=isa), 2056, 45
     counts = (1, 0, 13, 3, 60)
     x, rows, weights = arrays(counts, inputs=inputs, outs=(outs,))
-    (panels,) = stored(backend, weights, dtype)
-    (got,) = computed(backend, (outs,), x, rows, jnp.asarray(counts, jnp.int32), [panels])
+    codes, scale = quantized(jnp.asarray(weights[0]), 1)
+    scales = [scale] if dtype == jnp.int8 else []
+    (panels,) = stored(backend, [codes] if scales else weights, dtype)
+    (got,) = computed(backend, (outs,), x, rows, jnp.asarray(counts, jnp.int32), [panels], scales=scales)
     for group in range(GROUPS):
-        call = LinearCall(jnp.asarray(x[:8]), [panels[LAYER]], [outs], layer=jnp.int32(group))
+        own = [each[LAYER] for each in scales]
+        call = LinearCall(jnp.asarray(x[:8]), [panels[LAYER]], [outs], layer=jnp.int32(group), scales=own)
         dense = np.asarray(backend.linear(call)[0])
         first = sum(counts[:group])
         for i in range(first, first + counts[group]):

@@ -43,6 +43,29 @@ def test_matmul_equal_numpy(rows, ins, outs, dtype):
         np.testing.assert_allclose(y, exact, atol=1e-4, rtol=1e-5)
 
 
+def test_weights_of_int8_have_the_bits_of_floats_and_a_factor():
+    """Of a power of two, which rounds nothing: alone, with a residual and as a gated pair."""
+    rng = np.random.default_rng(0)
+    x, _ = problem(40, 72, (33,))
+    codes = [jnp.asarray(rng.integers(-127, 128, (LAYERS, 33, 72)), jnp.int8) for _ in range(2)]
+    scales = [jnp.asarray(2.0 ** rng.integers(-9, -4, (LAYERS, 33)), jnp.float32) for _ in range(2)]
+    meant = [
+        (code.astype(jnp.float32) * scale[..., None]).astype(x.dtype) for code, scale in zip(codes, scales, strict=True)
+    ]
+    residual = jnp.asarray(rng.standard_normal((40, 33)), x.dtype)
+    call = LinearCall(x, codes, [33, 33], jnp.int32(LAYER), scales=scales, dtype=x.dtype)
+    for other in (
+        call,
+        dataclasses.replace(call, is_gated_pair=True),
+        dataclasses.replace(call, weights=codes[:1], scales=scales[:1], num_outs=[33], residual=residual),
+    ):
+        weights = meant[: len(other.weights)]
+        for ours, floats in zip(
+            fused(other), fused(dataclasses.replace(other, weights=weights, scales=())), strict=True
+        ):
+            np.testing.assert_array_equal(np.asarray(ours, np.float32), np.asarray(floats, np.float32))
+
+
 def test_tiles_of_rows_that_do_not_count_give_zeros_and_may_hold_nan():
     x, weights = problem(130, 64, (20,))
     whole = matmul()(x, weights, jnp.int32(LAYER))[0]

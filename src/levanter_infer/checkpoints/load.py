@@ -22,7 +22,13 @@ from levanter_infer.layers.layout import Layout
 from levanter_infer.models.config import DecoderConfig
 from levanter_infer.models.decoder import DecoderModel
 from levanter_infer.models.registry import family_for
-from levanter_infer.models.tensors import Parameter, get_parameter, parameters, set_parameter
+from levanter_infer.models.tensors import (
+    Parameter,
+    get_parameter,
+    parameters,
+    quantize_parameter,
+    set_parameter,
+)
 from levanter_infer.models.tensors import Source as TensorSource
 from levanter_infer.runtime.compile_cache import enable_compile_cache
 from levanter_infer.runtime.memory import check_host_memory
@@ -77,8 +83,9 @@ class StoredModel:
     types: DecoderModel
     """The model with a `jax.ShapeDtypeStruct` for every array."""
     read: Callable[..., DecoderModel]
-    """`read(layout=None)` reads the weights, sharded over a mesh if there is a layout. Beside the model, the memory of
-    the host holds one stacked parameter at a time; with several hosts, the part of it for its own devices."""
+    """`read(layout=None, quantizes=False)` reads the weights, sharded over a mesh if there is a layout, and quantizes
+    those of layers one after the other if wanted. Beside the model, the memory of the host holds one stacked parameter
+    at a time; with several hosts, the part of it for its own devices."""
 
 
 def load_weights(source: Source, *, dtype: str | None = None, config: Mapping[str, Any] | None = None) -> DecoderModel:
@@ -156,11 +163,12 @@ def _open(source: Source, wanted: np.dtype | None, hf_config: Mapping[str, Any])
         _check_tied(tensors[head], tensors[embeddings])  # here, so that `swap_weights` still has its old weights
     types = DecoderModel.types(config, _one_dtype(config, params, tensors, wanted))
 
-    def read(layout: Layout | None = None) -> DecoderModel:
+    def read(layout: Layout | None = None, quantizes: bool = False) -> DecoderModel:
         model = types
         for param in params:
             dtype = np.dtype(get_parameter(types, param.path).dtype)
             model = set_parameter(model, param.path, _read(param, tensors, dtype, layout))
+            model = quantize_parameter(model, param.path) if quantizes else model
         return model if layout is None else model.shard_as(layout)
 
     return StoredModel(types, read)

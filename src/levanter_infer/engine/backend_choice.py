@@ -18,9 +18,10 @@ from levanter_infer.engine.row_audit import audit_rows, library_matmul
 from levanter_infer.engine.sizes import kv_dtype, page_bytes
 from levanter_infer.kernels.backend import Backend, Platform, Task, Work
 from levanter_infer.kernels.registry import BACKENDS, make_backend, platform_of
+from levanter_infer.kernels.xla.backend import XLA
 from levanter_infer.layers.attention import AttentionSpec
 from levanter_infer.layers.layout import Layout
-from levanter_infer.policies import CpuIsa, MatmulImpl, Numerics, PreemptionPolicy
+from levanter_infer.policies import CpuIsa, MatmulImpl, Numerics, PreemptionPolicy, WeightDtype
 from levanter_infer.runtime.hosts import Hosts
 
 logger = logging.getLogger(__name__)
@@ -38,6 +39,8 @@ class BackendChoice:
     """Stores keys and values and computes attention; the pool carries it."""
     layout: Layout
     """Sharding of model and state over the mesh, which may have one device."""
+    quantizes: bool = False
+    """Whether weights of layers are stored as int8."""
     isa_choice: Choice | None = None
     """Instruction set of the kernels for CPUs; None where they compute nothing."""
 
@@ -86,6 +89,7 @@ class BackendChoice:
             attention=_resolve(config.attention, attention),
         )
         chosen = chosen._configured(config, matmul.dtype, attention.dtype, device)
+        chosen = dataclasses.replace(chosen, quantizes=config.weight_dtype == WeightDtype.INT8)
         if layout.mesh.size > 1 and config.preempt == PreemptionPolicy.OFFLOAD:
             raise ValueError(
                 f'engine.preempt="offload" moves pages of one device, and the mesh has {layout.mesh.size}; '
@@ -227,17 +231,23 @@ class BackendChoice:
     def prepare(self, model, *, donate: bool = False):
         """The model on the devices, stored as the backend of matmuls reads it. `donate`: its arrays may be freed."""
         if self.layout.is_replicated:
-            return self.layout.place(self._as_read(model, donate), donate=donate)
+            return self.layout.place(self.as_read(model, donate), donate=donate)
         fitted = model.shard_as(self.layout) if model.is_sharded else self.layout.fit_model(model, donate=donate)
-        return self._as_read(fitted, donate)
+        return self.as_read(fitted, donate)
 
     def prepared_types(self, types):
         """The types of `prepare`'s result, of those of the model."""
         fitted = types if self.layout.is_replicated else self.layout.fit_model(types)
-        return self.layout.types(jax.eval_shape(self._as_read, fitted))
+        return self.layout.types(jax.eval_shape(self.as_read, fitted))
 
-    def _as_read(self, model, donate: bool = False):
-        return model.prepare(self.matmul_backend, donate=donate)
+    def as_read(self, model, donate: bool = False):
+        """The model as the backend of matmuls reads it, wherever its arrays are; they may be traced."""
+        return model.prepare(self.matmul_backend, donate=donate, quantizes=self.quantizes)
+
+    def weights_bytes(self, types) -> int:
+        """Bytes of the parameters of a model, quantized as here, without what a backend fills up or has twice."""
+        stored = jax.eval_shape(lambda model: model.prepare(XLA, quantizes=self.quantizes), types)
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(stored))
 
     @property
     def mesh_sizes(self) -> dict[str, int]:

@@ -14,6 +14,7 @@ from levanter_infer.policies import (
     Option,
     PreemptionPolicy,
     Recompilation,
+    WeightDtype,
 )
 
 if TYPE_CHECKING:
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 _MAX_ROUND_SECONDS = 3600
 _POLICIES: dict[str, type[Option]] = {
     "kv_dtype": KvDtype,
+    "weight_dtype": WeightDtype,
     "admission": AdmissionPolicy,
     "preempt": PreemptionPolicy,
     "recompilation": Recompilation,
@@ -32,6 +34,8 @@ _POLICIES: dict[str, type[Option]] = {
 }
 _BY_MACHINE = ("attention", "matmul", "cpu_isa")
 """Policies whose values also depend on the machine."""
+_OPTIONAL = ("kv_dtype", "weight_dtype")
+"""Policies that may be None."""
 NAMES_ELSEWHERE = {
     **dict.fromkeys(("max_model_len", "context_length", "ctx_size", "n_ctx"), "max_seq_len"),
     **dict.fromkeys(("max_num_seqs", "max_running_requests"), "max_seqs"),
@@ -39,6 +43,7 @@ NAMES_ELSEWHERE = {
     **dict.fromkeys(("num_gpu_blocks_override", "max_total_tokens"), "max_pages"),
     "block_size": "page_size",
     "kv_cache_dtype": "kv_dtype",
+    "quantization": "weight_dtype",
     "enable_prefix_caching": "prefix_cache",
     "attention_backend": "attention",
     "preemption_mode": "preempt",
@@ -66,6 +71,10 @@ class EngineConfig:
     kv_dtype: str | None = None
     """dtype of the KV cache: float32, bfloat16, float16, int8 (with a scale per head and token) or float8_e4m3fn.
     Default: that of the model's weights. The precision of the narrow ones: docs/numerics.md."""
+    weight_dtype: str | None = None
+    """dtype of the weights of layers in memory: int8, with a scale for each output, is half of bfloat16 (weight-only
+    quantization; docs/numerics.md). Weights are quantized while they are loaded or swapped. Default: that of the model.
+    Embeddings, head, norms and routers keep theirs."""
     attention: str = "auto"
     """Attention implementation: auto, xla, reference; on a CPU also cpu, on an NVIDIA GPU gpu, on a TPU tpu."""
     tiles: "Tiles | None" = None
@@ -146,7 +155,7 @@ class EngineConfig:
             if not isinstance(getattr(self, name), kind):
                 raise ValueError(f"engine.{name}={brief(getattr(self, name))}: expected true or false")
         for name, kind in _POLICIES.items():
-            if getattr(self, name) is not None or name != "kv_dtype":
+            if getattr(self, name) is not None or name not in _OPTIONAL:
                 object.__setattr__(self, name, _policy(name, kind, getattr(self, name)))
 
 

@@ -110,7 +110,7 @@ def generate(
     check_given_tiles(config.tiles, model.config, backend.layout, page_size=shapes.page_size, kv_dtype=pool_dtype)
     cache = empty_cache(model.config, shapes, backend.attention_backend, dtype=pool_dtype)
     result = generate_all(
-        model.prepare(backend.matmul_backend),
+        backend.as_read(model),
         cache,
         prompts,
         lens,

@@ -90,7 +90,7 @@ class Runner:
         self.backend, self._config, self._hosts = backend, config, hosts
         stored = model if isinstance(model, StoredModel) else None
         types = model.types if isinstance(model, StoredModel) else model
-        self.weights_bytes: int = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(types))
+        self.weights_bytes: int = backend.weights_bytes(types)
         shapes = shapes_for(
             config,
             types,
@@ -113,7 +113,7 @@ class Runner:
         if stored is not None:
             self._compile_ahead(types)
             with stage("reading weights"):
-                model, donate_model = stored.read(backend.layout), True
+                model, donate_model = stored.read(backend.layout, backend.quantizes), True
         self.types = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), types)
         """The model as its checkpoint or its training program has it, with types in place of arrays."""
         self.model = backend.prepare(model, donate=donate_model)
@@ -354,7 +354,7 @@ class Runner:
         if isinstance(model, StoredModel):
             return_free_memory()  # malloc keeps arrays below 32 MiB, which the new ones need not fit into
             with stage("reading weights"):
-                model, donate = model.read(self.backend.layout), True
+                model, donate = model.read(self.backend.layout, self.backend.quantizes), True
         self.model = jax.tree.map(_placed, self.backend.prepare(model, donate=donate), self._shardings)
 
     # Reads

@@ -181,6 +181,9 @@ class LinearCall:
     is_gated_pair: bool = False
     """Whether the two weights are a gate and its partner, without a residual: the one result is `silu(first) · second`,
     of their results in `dtype`. Only for backends that fuse it."""
+    scales: Sequence[Array] = ()
+    """Of weights of int8: f32[out] each, with the leading axis of its weight, the factors of the sums; empty: the
+    weights are floats."""
 
 
 @dataclass(frozen=True)
@@ -206,6 +209,8 @@ class GroupedCall:
     """As in `LinearCall`. This and `gate` are for backends that fuse them."""
     gate: Array | None = None
     """[n, in]; `silu(gate) · x` replaces x. Not together with `norm`."""
+    scales: Sequence[Array] = ()
+    """As in `LinearCall`, with the leading axes of the weights."""
 
     @property
     def num_groups(self) -> int:

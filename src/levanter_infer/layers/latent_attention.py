@@ -30,7 +30,7 @@ from levanter_infer.kernels.backend import Backend
 from levanter_infer.kernels.call import AttentionCall
 from levanter_infer.kernels.rules import ScoreRules
 from levanter_infer.kernels.xla.backend import XLA, XlaBackend
-from levanter_infer.kernels.xla.linear import from_bits
+from levanter_infer.kernels.xla.linear import as_floats
 from levanter_infer.layers.attention import AttentionInputs, attend_to_all
 from levanter_infer.layers.linear import Fusion, Linear, apply, split_key
 from levanter_infer.layers.norm import NormConfig, RMSNorm
@@ -111,7 +111,11 @@ class PerHeadLinear(Linear):
     row_backend: Backend = eqx.field(static=True, default=XLA)
     """The backend whose `by_rows` goes around XLA's matmuls."""
 
-    def prepare(self, backend: Backend, *, donate: bool = False) -> "PerHeadLinear":
+    def quantized(self, *, donate: bool = False) -> "PerHeadLinear":
+        """The same map, of floats: backwards, its outputs are inputs, which have no scales."""
+        return self
+
+    def prepare(self, backend: Backend, *, donate: bool = False, quantizes: bool = False) -> "PerHeadLinear":
         """As `Linear.prepare`, but never packed: XLA computes one matmul per head."""
         stored = super().prepare(XlaBackend(backend.platform), donate=donate)
         assert isinstance(stored, PerHeadLinear)
@@ -130,7 +134,7 @@ class PerHeadLinear(Linear):
 
     def _matmul(self, x: Array, matmul: str) -> Array:
         weight = self.weight if self.layer is None else pick_layer(self.weight, self.layer)
-        array = from_bits(weight.array, self.float_dtype)
+        array = as_floats(weight.array, self.float_dtype)
         array = array.reshape(-1, *array.shape[-2:])
         count = x.shape[0]
         if count < MIN_ROWS:

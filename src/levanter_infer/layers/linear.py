@@ -16,17 +16,19 @@ from jax import Array
 from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
-from levanter_infer.axes import EXPERT, PANEL, PANEL_SIZE
+from levanter_infer.axes import EXPERT, NORM_GATE, PANEL, PANEL_SIZE, SHARED_GATE
 from levanter_infer.kernels.backend import Backend, Fuse
 from levanter_infer.kernels.call import GroupedCall, LinearCall
 from levanter_infer.kernels.xla.backend import XLA, XlaBackend
-from levanter_infer.kernels.xla.linear import from_bits
 from levanter_infer.layers import collective_matmul
 from levanter_infer.layers.activation import Activation, ClampedSwiglu
 from levanter_infer.layers.norm import ByRows, RMSNorm
+from levanter_infer.layers.quantize import quantized
 from levanter_infer.layers.shard_axis import REPLICATED, ShardAxis
 from levanter_infer.layers.stack import pick_layer
 
+_FLOATS = (EXPERT, SHARED_GATE, NORM_GATE)
+"""Axes of maps that are never quantized: they are small, and decide about much."""
 Rows = TypeVar("Rows", bound=NamedArray | tuple[NamedArray, ...])
 
 
@@ -55,11 +57,13 @@ class Linear(eqx.Module):
     packed_axes: tuple[Axis, ...] | None = eqx.field(static=True, default=None)
     """The axes out..., in... of a packed weight; None: it is not packed."""
     loaded_dtype: jnp.dtype | None = eqx.field(static=True, default=None)
-    """Dtype of the weight before a backend stored it, as its bits or packed; None: it is as it was loaded."""
+    """Dtype of the weight before it was quantized, or stored as its bits or packed; None: it is as it was loaded."""
     unpadded_in: int | None = eqx.field(static=True, default=None)
     """Inputs of one device without the zeros that are stored behind them; None: there are none."""
     merged_ins: tuple[Axis, ...] = eqx.field(static=True, default=())
     """Input axes that are stored merged with the one before them."""
+    scale: NamedArray | None = None
+    """f32[layers, out...], the factors of the sums of a weight of int8; None: the weight is floats."""
     layer: Array | None = None
     """i32[], which entry of the stack is meant; None: the weight is not one of a stack, or a scan has picked it."""
     num_rows: Array | None = None
@@ -108,11 +112,31 @@ class Linear(eqx.Module):
         bias = self.bias if self.bias is None or layer is None else pick_layer(self.bias, layer)
         return dataclasses.replace(self, bias=bias, layer=layer, num_rows=num_rows)
 
-    def prepare(self, backend: Backend, *, donate: bool = False) -> "Linear":
-        """The same map, stored as `backend` reads it. `donate`: the memory of this weight may be freed.
+    def quantized(self, *, donate: bool = False) -> "Linear":
+        """The map with a weight of int8 and a scale for each output. Routers, gates of shared experts and of norms stay
+        as they are, as does a map that is quantized. `donate`: the memory of this weight may be freed."""
+        if self.scale is not None or any(axis.name in _FLOATS for axis in (*self.outs, *self.ins)):
+            return self
+        codes, scales = quantized(self.weight.array, self.num_in)
+        _free([self.weight.array], [codes], donate)
+        axes = self.weight.axes
+        return dataclasses.replace(
+            self,
+            weight=NamedArray(codes, axes),
+            scale=NamedArray(scales, axes[: len(axes) - self.num_in]),
+            loaded_dtype=self.dtype,
+        )
 
+    def prepare(self, backend: Backend, *, donate: bool = False, quantizes: bool = False) -> "Linear":
+        """The same map, stored as `backend` reads it.
+
+        Args:
+            donate: the memory of this weight may be freed.
+            quantizes: store what `quantized` gives.
         Raises: ValueError if the backend cannot read weights of this dtype.
         """
+        if quantizes and (narrow := self.quantized(donate=donate)) is not self:
+            return narrow.prepare(backend, donate=True)
         given = self
         if any(axis.name == EXPERT for axis in self.weight.axes[: -self.num_in - self.num_out]):
             given = self.with_filled_ins(backend.grouped_ins)
@@ -313,6 +337,7 @@ def apply(x: NamedArray, *maps: Linear, dtype=None, is_gated_pair: bool = False,
         x=_matrix(x, rows, ins),
         weights=[part.weight.array for part in maps],
         num_outs=[math.prod(axis.size for axis in part.outs) for part in maps],
+        scales=_scales(maps),
         layer=first.layer,
         num_rows=first.num_rows,
         norm=None if inside.norm is None else inside.norm.fusable,
@@ -333,7 +358,8 @@ def _apply_on_ring(x: NamedArray, maps: Sequence[Linear], dtype, around: Fusion)
     """`apply` of maps with a `ring`: into the inner axes of a layer, or back to the residual stream."""
     first = maps[0]
     rows, ring = x.axes[: -first.num_in], first.ring
-    weights = [from_bits(_of_layer(part), x.dtype) for part in maps]
+    weights = [_of_layer(part) for part in maps]
+    scales = [each if first.layer is None else each[first.layer] for each in _scales(maps)]
     if first.shard_axis.parts == 1:
         assert around.gate is None and around.residual is None, "only a map to the residual stream has these"
         num_outs = [math.prod(axis.size for axis in part.outs) for part in maps]
@@ -341,11 +367,15 @@ def _apply_on_ring(x: NamedArray, maps: Sequence[Linear], dtype, around: Fusion)
         arrays = collective_matmul.gathered(
             x.array, weights, num_outs, _factors(norm), ring, first.backend, squares=norm and norm.squares
         )
+        if scales:
+            arrays = [array * scale[None] for array, scale in zip(arrays, scales, strict=True)]
         outs, bias = [part.outs for part in maps], [part.bias for part in maps]
     else:
         assert len(maps) == 1 and first.num_out == 1 and around.norm is None, "one map to the residual stream"
         matrix = _matrix(around.before(x, first.by_rows), rows, first.ins)
         arrays = [collective_matmul.scattered(matrix, weights[0], ring, first.backend)]
+        if scales:
+            arrays = [arrays[0] * ring.own(scales[0], 0)[None]]
         own = first.outs[0].resize(first.outs[0].size // ring.parts)
         outs = [(own,)]
         bias = [None if first.bias is None else NamedArray(ring.own(first.bias.array, 0), (own,))]
@@ -404,6 +434,7 @@ def apply_grouped(
         counts=counts,
         weights=[part.weight.array for part in maps],
         num_outs=[math.prod(each.size for each in part.outs) for part in maps],
+        scales=_scales(maps),
         rows=rows,
         layer=first.layer,
         norm=None if inside.norm is None else inside.norm.fusable,
@@ -425,6 +456,17 @@ def _matrix(x: NamedArray, rows: tuple[Axis, ...], last: tuple[Axis, ...]) -> Ar
     """[rows, last]. The axes have to be those, in this order."""
     assert x.axes == (*rows, *last), f"axes {x.axes} are not {(*rows, *last)}, as the weight's say"
     return x.array.reshape(-1, math.prod(axis.size for axis in last))
+
+
+def _scales(maps: Sequence[Linear]) -> list[Array]:
+    """The scales of all maps, [..., out] each, or none."""
+    scales = [
+        part.scale.array.reshape(*part.scale.array.shape[: part.scale.ndim - part.num_out], -1)
+        for part in maps
+        if part.scale is not None
+    ]
+    assert len(scales) in (0, len(maps)), "maps of one call are quantized together"
+    return scales
 
 
 def _biased(y: NamedArray, part: Linear) -> NamedArray:

@@ -356,19 +356,20 @@ class DecoderModel(eqx.Module):
         stacks = jax.tree.map(sharded, self.stacks, is_leaf=lambda part: isinstance(part, Linear | Moe | RMSNorm))
         return dataclasses.replace(self, stacks=stacks, shard_axis=layout.model)
 
-    def prepare(self, backend: Backend, *, donate: bool = False) -> "DecoderModel":
+    def prepare(self, backend: Backend, *, donate: bool = False, quantizes: bool = False) -> "DecoderModel":
         """The same model with its weights stored as `backend` reads them.
 
-        Args:
-            donate: free this model's weights one after the other, so that there are never two copies of all.
+        Args: as in `Linear.prepare`. With `donate` weights are freed one after the other; there are never two copies of
+            all.
         Raises: ValueError if the backend cannot read weights of this dtype, or the model is prepared already.
         """
         if self.is_packed:
             raise ValueError("the weights are packed already; give the model as it was loaded")
         embeddings, head = prepare_tables(self.embeddings, self.lm_head, backend, donate=donate)
         parts = {"stacks": self.stacks, "norm": self.norm, "embedding_norm": self.embedding_norm}
+        how = {"donate": donate, "quantizes": quantizes}
         stored = jax.tree.map(
-            lambda part: part.prepare(backend, donate=donate) if isinstance(part, Linear) else part,
+            lambda part: part.prepare(backend, **how) if isinstance(part, Linear) else part,
             parts,
             is_leaf=lambda part: isinstance(part, Linear),
         )

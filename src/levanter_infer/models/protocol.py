@@ -69,8 +69,9 @@ class Model(Protocol):
         """Whether `prepare` has packed the parameters, in an order that only their backend knows."""
         ...
 
-    def prepare(self, backend: Backend, *, donate: bool = False) -> Self:
-        """The same model with its parameters stored as `backend` reads them. `donate`: its own arrays may be freed."""
+    def prepare(self, backend: Backend, *, donate: bool = False, quantizes: bool = False) -> Self:
+        """The same model with its parameters stored as `backend` reads them. `donate`: its own arrays may be freed.
+        `quantizes`: the weights of its layers are stored as int8 (`engine.weight_dtype`)."""
         ...
 
     @property

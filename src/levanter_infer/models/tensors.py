@@ -281,6 +281,15 @@ def set_parameter(model: DecoderModel, path: str, array: NamedArray) -> DecoderM
     return eqx.tree_at(lambda tree: get_parameter(tree, path), model, array)
 
 
+def quantize_parameter(model: DecoderModel, path: str) -> DecoderModel:
+    """`model` with the map of layers quantized whose weight is at `path`, if it is one; its own weight is freed."""
+    *owner, name = path.split(".")
+    part, _ = _resolve(model, path)
+    if name != "weight" or not isinstance(part, Linear) or owner[0] not in ("layers", "stacks"):
+        return model
+    return eqx.tree_at(lambda tree: _resolve(tree, path)[0], model, part.quantized(donate=True))
+
+
 def get_parameter(model: DecoderModel, path: str) -> NamedArray:
     return _resolve(model, path)[1]
 

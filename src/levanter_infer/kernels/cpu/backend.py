@@ -22,7 +22,7 @@ from levanter_infer.kernels.call import AttentionCall, GroupedCall, KvWrite, Lin
 from levanter_infer.kernels.cpu import bindings
 from levanter_infer.kernels.loops import one_by_one
 from levanter_infer.kernels.xla.backend import XlaBackend
-from levanter_infer.kernels.xla.linear import from_bits
+from levanter_infer.kernels.xla.linear import as_floats
 
 CPU = Platform("cpu", integers_for_floats=True, sampled_rows=MIN_ROWS, shares_memory=True)
 
@@ -94,7 +94,7 @@ class CpuBackend(XlaBackend):
         return jnp.dtype(jnp.float32)
 
     def store(self, weight: Array, num_outs: int, num_ins: int) -> Array:
-        if not bindings.supports_dtype(weight.dtype):
+        if not (bindings.supports_dtype(weight.dtype) or weight.dtype == jnp.int8):
             raise ValueError(f'matmul="cpu" reads weights of float32 or bfloat16, not {weight.dtype}; use "xla"')
         lead = _lead(weight.shape, num_outs * num_ins)
         matrices = readable(weight)
@@ -126,7 +126,7 @@ class CpuBackend(XlaBackend):
         if table.shape[1] == num_ins:  # of a model with a head of its own; a panel holds rows side by side
             return super().take_rows(table, indices, num_ins, dtype)
         rows = bindings.panel_rows(table, indices.reshape(-1), num_ins, isa_name=self.isa)
-        return from_bits(rows, dtype).reshape(*indices.shape, num_ins)
+        return as_floats(rows, dtype).reshape(*indices.shape, num_ins)
 
     def bucketed(self, compute: Callable[[int], Array], num_rows: Array, buckets: Sequence[int], zeros: Array) -> Array:
         """The largest, whose rows beyond `num_rows` cost nothing."""

@@ -6,9 +6,10 @@ matmuls read 16-bit weights several times.
 
 **Panels.** The matmuls read weights [outputs, inputs] in panels: a panel holds `panel_width` outputs, one pair of
 inputs after the other, so that it is read from front to back and a vector register holds outputs. Within a pair,
-float32 holds all outputs of the first input and then those of the second; bfloat16 holds the two inputs of each output
-side by side, in one 32-bit word. Missing outputs of the last panel, and the second input of the last pair if the number
-of inputs is odd, are zeros. The attention kernel copies keys and values into panels as well, and uses the same matmuls.
+float32 and int8 hold all outputs of the first input and then those of the second; bfloat16 holds the two inputs of each
+output side by side, in one 32-bit word. Missing outputs of the last panel, and the second input of the last pair if the
+number of inputs is odd, are zeros. The attention kernel copies keys and values into panels as well, and uses the same
+matmuls.
 """
 
 import ctypes
@@ -119,7 +120,7 @@ def isa() -> str:
 
 
 def supports_dtype(dtype) -> bool:
-    """Whether weights or pages of this dtype can be read."""
+    """Whether weights or pages of this dtype can be read, and int8 in the stead of such weights."""
     return jnp.dtype(dtype) in _DTYPES
 
 
@@ -133,23 +134,23 @@ def to_panels(weight: Array | np.ndarray, *, isa_name: str | None = None) -> Arr
     """Weights in panels (see the module's docstring), as `stacked_matmul` reads them.
 
     Args:
-        weight: [layers, outputs, inputs] or [outputs, inputs], f32 or bf16. May be traced.
-    Returns: f32 or u16 (the bits of bf16) [layers, panels, inputs rounded up to even · panel_width], or without layers.
-        In huge pages if the weight is not traced.
+        weight: [layers, outputs, inputs] or [outputs, inputs], f32, bf16 or i8. May be traced.
+    Returns: f32, u16 (the bits of bf16) or i8 [layers, panels, inputs rounded up to even · panel_width], or without
+        layers. In huge pages if the weight is not traced.
     """
-    wide, xp = weight.dtype == jnp.float32, jnp if isinstance(weight, Tracer) else np
+    paired, xp = weight.dtype == jnp.bfloat16, jnp if isinstance(weight, Tracer) else np
     *layers, outputs, inputs = weight.shape
     if xp is np:
-        bits = np.asarray(weight) if wide else np.asarray(weight).view(np.uint16)
+        bits = np.asarray(weight).view(np.uint16) if paired else np.asarray(weight)
     else:
-        bits = weight if wide else jax.lax.bitcast_convert_type(weight, jnp.uint16)
+        bits = jax.lax.bitcast_convert_type(weight, jnp.uint16) if paired else weight
     width = panel_width(isa_name)
     num_panels, pairs = -(-outputs // width), -(-inputs // 2)
     missing = num_panels * width - outputs, 2 * pairs - inputs
     if any(missing):
         bits = xp.pad(bits, [*[(0, 0)] * len(layers), (0, missing[0]), (0, missing[1])])
     apart = bits.reshape(*layers, num_panels, width, pairs, 2)
-    last = (-2, -1, -3) if wide else (-2, -3, -1)
+    last = (-2, -3, -1) if paired else (-2, -1, -3)
     panels = apart.transpose(*range(apart.ndim - 3), *(apart.ndim + axis for axis in last))
     shape = *layers, num_panels, 2 * pairs * width
     if isinstance(panels, Array):
@@ -210,6 +211,7 @@ def stacked_matmul(call: LinearCall, *, isa_name: str | None = None) -> list[Arr
             layer.astype(jnp.int32),
             *extras,
             *(_stack(panels, 3) for panels in call.weights),
+            *(_stack(scale, 2) for scale in call.scales),
             isa=isa_name or isa(),
             has_norm=norm is not None,
             has_gate=call.gate is not None,
@@ -246,6 +248,7 @@ def grouped_matmul(call: GroupedCall, *, isa_name: str | None = None) -> list[Ar
             jnp.int32(0) if call.layer is None else call.layer.astype(jnp.int32),
             *extras,
             *(_stack(panels, 4) for panels in call.weights),
+            *(_stack(scale, 3) for scale in call.scales),
             isa=isa_name or isa(),
             has_norm=norm is not None,
             has_gate=gate is not None,

@@ -82,8 +82,8 @@ class GpuBackend(XlaBackend):
         libraries may sum a row in an order that depends on its place."""
         if call.layer is None and self.is_apart:
             norm = None if call.norm is None else (call.norm[0][None], call.norm[1])
-            weights = [weight[None] for weight in call.weights]
-            call = dataclasses.replace(call, weights=weights, norm=norm, layer=jnp.int32(0))
+            weights, scales = ([each[None] for each in all_] for all_ in (call.weights, call.scales))
+            call = dataclasses.replace(call, weights=weights, scales=scales, norm=norm, layer=jnp.int32(0))
         if call.layer is not None:
             return linear.stacked_matmul(call, shared_memory=self.shared_memory, interpret=self.interpret)
         results = super().linear(dataclasses.replace(call, x=_normed(call), norm=None, residual=None))

@@ -123,8 +123,9 @@ def stacked_matmul(
     """The matmuls of `call`, accumulated in float32, in one launch, and one more for a norm.
 
     Args:
-        call: x bf16 or f16; weights [layers, outputs..., inputs...] each, in the dtype of x; no gate. The outputs of
-            rows that are not in use are zeros or their own matmul, and tiles without a row in use cost nothing.
+        call: x bf16 or f16; weights [layers, outputs..., inputs...] each, in the dtype of x or int8 with scales; no
+            gate. The outputs of rows that are not in use are zeros or their own matmul, and tiles without a row in use
+            cost nothing.
         shared_memory: bytes of it that a program can have on the device.
         interpret: run in Pallas' interpreter, on any platform, slowly; for tests.
     Returns: [rows, outputs] each, in `call.dtype`.
@@ -133,7 +134,7 @@ def stacked_matmul(
     rows, ins = call.x.shape
     weights = [weight.reshape(weight.shape[0], -1, ins) for weight in call.weights]
     for weight in weights:
-        if not supports_dtype(call.x.dtype) or weight.dtype != call.x.dtype:
+        if not supports_dtype(call.x.dtype) or weight.dtype != (jnp.int8 if call.scales else call.x.dtype):
             raise ValueError(
                 f'matmul="gpu" takes bfloat16 or float16, not {call.x.dtype} times {weight.dtype}; use "xla"'
             )
@@ -143,17 +144,18 @@ def stacked_matmul(
     assert layer is not None, "the weights are stacks of layers"
     if call.norm is not None:
         x = norm_rows(x, *call.norm, layer, interpret=interpret)
-    groups = [tuple(weights)] if call.is_gated_pair else [(weight,) for weight in weights]
+    parts = list(zip(weights, call.scales or [None] * len(weights), strict=True))
+    groups = [parts] if call.is_gated_pair else [[part] for part in parts]
     if call.is_gated_pair:  # a program computes as much as of one weight
         tile = dataclasses.replace(tile, outs=max(tile.outs // 2, 16))
     bounds = [0]
-    for weight, *_ in groups:
+    for (weight, _), *_ in groups:
         bounds.append(bounds[-1] + pl.cdiv(weight.shape[1], tile.outs))
     used = jnp.int32(rows) if call.num_rows is None else call.num_rows
     inputs = _Inputs(x, call.residual, layer.reshape(1), used.reshape(1))
     return pl.pallas_call(
         functools.partial(_matmul, tile=tile, first_parts=tuple(bounds)),
-        out_shape=[jax.ShapeDtypeStruct((rows, weight.shape[1]), call.dtype) for weight, *_ in groups],
+        out_shape=[jax.ShapeDtypeStruct((rows, weight.shape[1]), call.dtype) for (weight, _), *_ in groups],
         # Programs that read the same weights are neighbours in the grid, so that all but one find them in the cache.
         grid=(pl.cdiv(rows, tile.rows), bounds[-1]),
         compiler_params=plt.CompilerParams(num_warps=tile.warps, num_stages=tile.stages),
@@ -223,7 +225,7 @@ def _matmul(inputs: _Inputs, groups, *out_refs, tile: Tile, first_parts: tuple[i
     """One tile of one output.
 
     Args:
-        groups: the weights of each output, one, or a gate and its partner.
+        groups: the weight of each output and its scales (None: it has none), one, or a gate and its partner.
         first_parts: of the second grid axis, where the tiles of each output begin.
     """
     first_row, part = pl.program_id(0) * tile.rows, pl.program_id(1)
@@ -232,7 +234,7 @@ def _matmul(inputs: _Inputs, groups, *out_refs, tile: Tile, first_parts: tuple[i
     turns = jnp.where(first_row < inputs.num_rows[0], jnp.int32(pl.cdiv(num_ins, tile.ins)), 0)
     layer, f32 = inputs.layer[0], jnp.float32
 
-    def one(weight_refs, out_ref, first_part: int) -> None:
+    def one(group, out_ref, first_part: int) -> None:
         out = (part - first_part) * tile.outs + jnp.arange(tile.outs, dtype=jnp.int32)
         num_outs = out_ref.shape[1]
 
@@ -253,14 +255,22 @@ def _matmul(inputs: _Inputs, groups, *out_refs, tile: Tile, first_parts: tuple[i
                 return plt.load(ref.at[*index, k[None, :]], mask=mask, other=other)
 
             x = load(inputs.x, (row[:, None],), num_rows, tile.rows)
-            weights = [load(weight_ref, (layer, out[:, None]), num_outs, tile.outs) for weight_ref in weight_refs]
+            weights = [load(ref, (layer, out[:, None]), num_outs, tile.outs).astype(x.dtype) for ref, _ in group]
             dims = (((1,), (1,)), ((), ()))
             precision = jax.lax.Precision.HIGHEST
             sums = [jax.lax.dot_general(x, weight, dims, precision, preferred_element_type=f32) for weight in weights]
             return tuple(acc + each for acc, each in zip(accs, sums, strict=True))
 
-        zeros = (jnp.zeros((tile.rows, tile.outs), f32),) * len(weight_refs)
-        accs = jax.lax.fori_loop(0, turns, turn, zeros)
+        zeros = (jnp.zeros((tile.rows, tile.outs), f32),) * len(group)
+        sums = jax.lax.fori_loop(0, turns, turn, zeros)
+
+        def scaled(acc: Array, scale_ref) -> Array:
+            if scale_ref is None:
+                return acc
+            scale = plt.load(scale_ref.at[layer, out], mask=out < num_outs, other=jnp.zeros((), f32))
+            return acc * scale[None, :]
+
+        accs = [scaled(acc, scale_ref) for acc, (_, scale_ref) in zip(sums, group, strict=True)]
         acc = accs[0] if len(accs) == 1 else gated(*(each.astype(out_ref.dtype) for each in reversed(accs)))
         mask = (row < num_rows)[:, None] & (out < num_outs)[None, :]
         place = row[:, None], out[None, :]
@@ -269,9 +279,9 @@ def _matmul(inputs: _Inputs, groups, *out_refs, tile: Tile, first_parts: tuple[i
             acc = acc + added.astype(f32)
         plt.store(out_ref.at[*place], acc.astype(out_ref.dtype), mask=mask)
 
-    for i, (weight_refs, out_ref) in enumerate(zip(groups, out_refs, strict=True)):
+    for i, (group, out_ref) in enumerate(zip(groups, out_refs, strict=True)):
         first, end = first_parts[i], first_parts[i + 1]
-        pl.when((part >= first) & (part < end))(functools.partial(one, weight_refs, out_ref, first))
+        pl.when((part >= first) & (part < end))(functools.partial(one, group, out_ref, first))
 
 
 def _zero(ref) -> Array:

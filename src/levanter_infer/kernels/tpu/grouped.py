@@ -16,6 +16,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from levanter_infer.kernels.call import GroupedCall
 from levanter_infer.kernels.tpu.pool import LANES
+from levanter_infer.kernels.xla.grouped import scales_of_results
 
 _TILE, _ROWS = 128, 16
 """Rows of a tile, at most: more tiles cut more groups in two, which are visited twice, and larger ones cost each visit
@@ -35,7 +36,7 @@ def supports(call: GroupedCall) -> bool:
 
 
 def grouped_matmul(call: GroupedCall, *, interpret: pltpu.InterpretParams | bool = False) -> list[Array]:
-    """The grouped matmuls of `call`, with weights [layers, group, out, in] in the dtype of x.
+    """The grouped matmuls of `call`, with weights [layers, group, out, in] in the dtype of x, or int8 with scales.
 
     Args: interpret: parameters of Pallas' interpreter.
     """
@@ -46,12 +47,14 @@ def grouped_matmul(call: GroupedCall, *, interpret: pltpu.InterpretParams | bool
     visits = _visits(call.counts, call.num_results, tile)
     used = jnp.arange(call.num_results, dtype=jnp.int32) < jnp.sum(call.counts)
 
-    def one(weight: Array, outs: int) -> Array:
+    def one(weight: Array, outs: int, scale: Array | None) -> Array:
         stack = weight.reshape(weight.shape[0], call.num_groups, outs, x.shape[1])
         y = _one(x, stack, layer, visits, tile, interpret)
+        y = y if scale is None else y * scale
         return jnp.where(used[:, None], y, jnp.float32(0))  # rows of no group were not computed
 
-    return [one(weight, outs) for weight, outs in zip(call.weights, call.num_outs, strict=True)]
+    scales = scales_of_results(call) or [None] * len(call.weights)
+    return [one(*each) for each in zip(call.weights, call.num_outs, scales, strict=True)]
 
 
 def block_outs(outs: int, ins: int, itemsize: int) -> int:
@@ -79,7 +82,7 @@ def _visits(counts: Array, num_results: int, tile: int) -> tuple[Array, ...]:
 
 def _one(x: Array, stack: Array, layer: Array, visits: tuple[Array, ...], tile: int, interpret) -> Array:
     (num_results, ins), outs = x.shape, stack.shape[2]
-    block = block_outs(outs, ins, stack.dtype.itemsize)
+    block = block_outs(outs, ins, x.dtype.itemsize)
 
     def of_tile(part, visit, layer, group, place, *_):
         return place[visit], 0
@@ -111,6 +114,7 @@ def _visit(layer, group, place, starts, ends, total, x, matrix, results, *, tile
     @pl.when(visit < total[0])
     def _():
         own = group[visit]
-        y = jax.lax.dot_general(x[...], matrix[0, 0], (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+        weight = matrix[0, 0].astype(x.dtype)
+        y = jax.lax.dot_general(x[...], weight, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
         row = place[visit] * tile + jax.lax.broadcasted_iota(jnp.int32, y.shape, 0)
         results[...] = jnp.where((row >= starts[own]) & (row < ends[own]), y, results[...])

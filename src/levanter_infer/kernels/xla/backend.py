@@ -18,7 +18,7 @@ from levanter_infer.kernels.loops import run_bucket
 from levanter_infer.kernels.rules import decode_bits
 from levanter_infer.kernels.xla.attention import xla_attention
 from levanter_infer.kernels.xla.grouped import in_blocks, ragged_matmul
-from levanter_infer.kernels.xla.linear import from_bits, matmul, to_bits
+from levanter_infer.kernels.xla.linear import as_floats, matmul, to_bits
 from levanter_infer.kernels.xla.reference import reference_attention
 
 BLOCK_TOKENS = 256
@@ -82,12 +82,16 @@ class XlaBackend(Backend):
     def linear(self, call: LinearCall) -> list[Array]:
         """A layer's weights are sliced out of the stack."""
 
-        def one(weight: Array, num_outs: int) -> Array:
-            if call.layer is not None:
-                weight = jax.lax.dynamic_index_in_dim(weight, call.layer, keepdims=False)
-            return matmul(call.x, from_bits(weight, call.x.dtype).reshape(num_outs, -1))
+        def of_layer(stack: Array) -> Array:
+            return stack if call.layer is None else jax.lax.dynamic_index_in_dim(stack, call.layer, keepdims=False)
 
-        return [one(weight, num_outs) for weight, num_outs in zip(call.weights, call.num_outs, strict=True)]
+        def one(weight: Array, num_outs: int) -> Array:
+            return matmul(call.x, as_floats(of_layer(weight), call.x.dtype).reshape(num_outs, -1))
+
+        sums = [one(weight, num_outs) for weight, num_outs in zip(call.weights, call.num_outs, strict=True)]
+        if not call.scales:
+            return sums
+        return [y * of_layer(scale)[None] for y, scale in zip(sums, call.scales, strict=True)]
 
     def grouped_linear(self, call: GroupedCall) -> list[Array]:
         """Computes blocks of a group's rows for stacked weights; `jax.lax.ragged_dot` for others."""
@@ -101,7 +105,7 @@ class XlaBackend(Backend):
         return compute(*rows)
 
     def take_rows(self, table: Array, indices: Array, num_ins: int, dtype) -> Array:
-        return from_bits(table.at[indices].get(mode="fill", fill_value=0), dtype)
+        return as_floats(table.at[indices].get(mode="fill", fill_value=0), dtype)
 
     def bucketed(self, compute: Callable[[int], Array], num_rows: Array, buckets: Sequence[int], zeros: Array) -> Array:
         def run(rows: int, results: Array) -> Array:

@@ -1,4 +1,4 @@
-"""Matmuls in XLA, and 16-bit floats stored as integers of their width."""
+"""Matmuls in XLA, and weights stored as integers: the bits of 16-bit floats, or int8 with a scale per output."""
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ def matmul(x: Array, matrix: Array) -> Array:
 
 
 def to_bits(array: Array) -> Array:
-    """A bfloat16 or float16 array as the uint16 of its bits; others unchanged. `from_bits` undoes it.
+    """A bfloat16 or float16 array as the uint16 of its bits; others unchanged. `as_floats` undoes it.
 
     On a CPU, XLA converts a full stack of 16-bit floats to float32 at every step, where a layer or rows are to be
     taken from it; of integers it takes the part alone. Outside of a trace the result shares the memory of `array`.
@@ -32,6 +32,8 @@ def to_bits(array: Array) -> Array:
     return jax.device_put(np.asarray(array).view(np.uint16), sharding)
 
 
-def from_bits(array: Array, dtype) -> Array:
-    """`array`, or the floats of `dtype` whose bits its unsigned integers are."""
+def as_floats(array: Array, dtype) -> Array:
+    """`array`, or the floats of `dtype` whose bits its unsigned integers are, or that are equal to its int8."""
+    if array.dtype == jnp.int8:
+        return array.astype(dtype)
     return jax.lax.bitcast_convert_type(array, dtype) if jnp.issubdtype(array.dtype, jnp.unsignedinteger) else array

@@ -7,6 +7,7 @@
 #include <array>
 #include <cstdint>
 #include <cstring>
+#include <optional>
 #include <string_view>
 #include <vector>
 
@@ -101,18 +102,43 @@ T* reserve_in_lines(int64_t size, std::vector<CacheLine>* lines) {
   return reinterpret_cast<T*>(lines->data());
 }
 
+// The type of weights, if matmuls read it.
+std::optional<Weights> weights_of(ffi::AnyBuffer buffer) {
+  if (is_bf16(buffer)) return BF16;
+  if (buffer.element_type() == ffi::DataType::F32) return F32;
+  if (buffer.element_type() == ffi::DataType::S8) return INT8;
+  return std::nullopt;
+}
+
+int64_t bytes_of(Weights weights) { return weights == F32 ? 4 : weights == BF16 ? 2 : 1; }
+
 // One matrix of a call, and its results.
 struct Matrix {
   const char* panels;
+  const float* scale;  // of weights of int8: [outputs]
   float* y;
   int64_t outputs, first_panel;
 
   // Panel `own`, of `size` bytes and `width` outputs.
   LinearPanel panel(int64_t own, int64_t size, int64_t width) const {
     const int64_t first = own * width;
-    return {panels + own * size, std::min(width, outputs - first), y + first, outputs, nullptr, nullptr};
+    const float* factors = scale == nullptr ? nullptr : scale + first;
+    return {panels + own * size, factors, std::min(width, outputs - first), y + first, outputs, nullptr, nullptr};
   }
 };
+
+// The scales of the matrices of one layer, [matrices, outputs], in scales [layers, matrices..., outputs]; null if they
+// are not that.
+const float* scales_of(const ffi::ErrorOr<ffi::AnyBuffer>& scales, ffi::Span<const int64_t> shape, int64_t layer,
+                       int64_t outputs) {
+  if (!scales.has_value() || scales->element_type() != ffi::DataType::F32) return nullptr;
+  const auto own = scales->dimensions();
+  if (own.size() + 1 != shape.size() || own.back() != outputs || !std::equal(own.begin(), own.end() - 1, shape.begin()))
+    return nullptr;
+  int64_t of_layer = 1;
+  for (size_t i = 1; i < own.size(); ++i) of_layer *= own[i];
+  return static_cast<const float*>(scales->untyped_data()) + layer * of_layer;
+}
 
 // The matrix that has a panel, of the matrices of a call one behind the other.
 const Matrix& matrix_of(const std::vector<Matrix>& matrices, int64_t panel) {
@@ -121,12 +147,12 @@ const Matrix& matrix_of(const std::vector<Matrix>& matrices, int64_t panel) {
   return matrices[m];
 }
 
-void multiply_panels(const Kernels& kernels, bool bf16, const LinearArgs& args, const LinearPanel* panels,
+void multiply_panels(const Kernels& kernels, Weights type, const LinearArgs& args, const LinearPanel* panels,
                      int64_t count) {
   static thread_local std::vector<CacheLine> lines;
-  if (!bf16) return kernels.linear_f32(args, panels, count);
-  const int64_t floats = kernels.linear_floats == nullptr ? 0 : kernels.linear_floats(args, count);
-  kernels.linear_bf16(args, panels, count, reserve_in_lines<float>(floats, &lines));
+  const bool has_scratch = type != F32 && kernels.linear_floats != nullptr;
+  const int64_t floats = has_scratch ? kernels.linear_floats(args, count) : 0;
+  kernels.linear[type](args, panels, count, reserve_in_lines<float>(floats, &lines));
 }
 
 // Rows as they come, `inputs` each, and what is applied to them before they are multiplied: the norm or the gate, or
@@ -229,14 +255,15 @@ void pack_rows(const Kernels& kernels, int64_t threads, const Source& source, Li
 
 // Arguments: x f32[rows, inputs]; used i32[], rows in use; layer i32[]; then, as the attributes say, the weight of a
 // norm [layers, inputs], a gate f32[rows, inputs], a residual f32[rows, outputs] for a single result; then weights
-// [layers, panels, size of a panel]. Results: f32[rows, outputs] each; of a gated pair of weights one, silu(the first
-// one's result) times the second one's.
+// [layers, panels, size of a panel], and if they are int8 as many scales f32[layers, outputs]. Results: f32[rows,
+// outputs] each; of a gated pair of weights one, silu(the first one's result) times the second one's.
 ffi::Error linear(ffi::ThreadPool threads, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::S32> used,
                   ffi::Buffer<ffi::S32> layer, ffi::RemainingArgs rest, ffi::RemainingRets results,
                   std::string_view isa, bool has_norm, bool has_gate, bool has_residual, bool is_gated_pair,
                   float eps) {
   const size_t extras = has_norm + has_gate + has_residual, weights = is_gated_pair ? 2 : results.size();
-  if (x.dimensions().size() != 2 || rest.size() != extras + weights || (has_residual && weights != 1) ||
+  const size_t scales = rest.size() == extras + 2 * weights ? weights : 0;
+  if (x.dimensions().size() != 2 || rest.size() != extras + weights + scales || (has_residual && weights != 1) ||
       (is_gated_pair && results.size() != 1))
     return invalid("linear: shapes do not fit");
   if (x.dimensions()[1] == 0) return invalid("linear: rows have no inputs");
@@ -269,7 +296,7 @@ ffi::Error linear(ffi::ThreadPool threads, ffi::Buffer<ffi::F32> x, ffi::Buffer<
   const int64_t panel_size = (inputs + 1) / 2 * 2 * kernels.panel;
   std::vector<Matrix> matrices;
   int64_t panels = 0;
-  bool bf16 = false;
+  Weights type = F32;
   for (size_t i = 0; i < weights; ++i) {
     const auto weight = rest.get<ffi::AnyBuffer>(next + i);
     auto result = results.get<ffi::Buffer<ffi::F32>>(is_gated_pair ? 0 : i);
@@ -279,13 +306,19 @@ ffi::Error linear(ffi::ThreadPool threads, ffi::Buffer<ffi::F32> x, ffi::Buffer<
         (out[1] + kernels.panel - 1) / kernels.panel != shape[1])
       return invalid("linear: weights are not [layers, panels, size of a panel]");
     if (index < 0 || index >= shape[0]) return invalid("linear: there is no such layer");
-    if (i == 0) bf16 = is_bf16(*weight);
-    if (is_bf16(*weight) != bf16) return invalid("linear: weights of one call have one type");
-    if (!bf16 && weight->element_type() != ffi::DataType::F32)
-      return invalid("linear: weights are neither bf16 nor f32");
-    const int64_t offset = index * shape[1] * panel_size * (bf16 ? 2 : 4);
+    const auto own = weights_of(*weight);
+    if (!own.has_value()) return invalid("linear: weights are neither bf16 nor f32 nor int8");
+    if (i == 0) type = *own;
+    if (*own != type) return invalid("linear: weights of one call have one type");
+    if ((type == INT8) != (scales > 0)) return invalid("linear: weights of int8, and no others, have scales");
+    const float* scale = nullptr;
+    if (type == INT8) {
+      scale = scales_of(rest.get<ffi::AnyBuffer>(next + weights + i), shape, index, out[1]);
+      if (scale == nullptr) return invalid("linear: the scales do not fit");
+    }
+    const int64_t offset = index * shape[1] * panel_size * bytes_of(type);
     float* y = (*result)->typed_data();
-    matrices.push_back({static_cast<const char*>(weight->untyped_data()) + offset, y, out[1], panels});
+    matrices.push_back({static_cast<const char*>(weight->untyped_data()) + offset, scale, y, out[1], panels});
     std::fill(y + rows * out[1], y + out[0] * out[1], 0.0f);
     if (!is_gated_pair || i == 0) panels += shape[1];
   }
@@ -293,7 +326,7 @@ ffi::Error linear(ffi::ThreadPool threads, ffi::Buffer<ffi::F32> x, ffi::Buffer<
   if (rows == 0) return ffi::Error::Success();
 
   LinearArgs args{x.typed_data(), rows, (inputs + 1) / 2 * 2, inputs, nullptr};
-  const bool pack = bf16 && kernels.pack_row != nullptr;
+  const bool pack = type != F32 && kernels.pack_row != nullptr;
   const Source source{x.typed_data(), inputs, has_norm ? norm.data() : nullptr, eps, gate};
   if (pack)
     pack_rows(kernels, threads.num_threads(), source, &args);
@@ -301,7 +334,7 @@ ffi::Error linear(ffi::ThreadPool threads, ffi::Buffer<ffi::F32> x, ffi::Buffer<
     prepare_rows(kernels, threads.num_threads(), source, &args);
   // A piece of work is several panels where there are many, so that the threads seldom contend for the counter.
   const int64_t together = std::clamp<int64_t>(panels / (threads.num_threads() * PIECES), 1, MAX_PANELS);
-  const int64_t panel_bytes = panel_size * (bf16 ? 2 : 4);
+  const int64_t panel_bytes = panel_size * bytes_of(type);
   Workers::shared().run(threads.num_threads(), (panels + together - 1) / together, [&](int64_t piece) {
     static thread_local std::vector<CacheLine> lines;
     std::array<LinearPanel, 2 * MAX_PANELS> own;
@@ -321,7 +354,7 @@ ffi::Error linear(ffi::ThreadPool threads, ffi::Buffer<ffi::F32> x, ffi::Buffer<
       if (residual != nullptr) own[count].residual = residual + panel * kernels.panel;
       ++count;
     }
-    multiply_panels(kernels, bf16, args, own.data(), count);
+    multiply_panels(kernels, type, args, own.data(), count);
   });
   return ffi::Error::Success();
 }

@@ -28,6 +28,9 @@ struct alignas(64) CacheLine {
   char bytes[64];
 };
 
+// Types of weights. All but F32 are multiplied as pairs of bfloat16 where the instruction set has these.
+enum Weights { F32, BF16, INT8, NUM_WEIGHTS };
+
 struct LinearArgs {
   const float* x;      // [rows, x_stride]
   int64_t rows, inputs, x_stride;  // inputs: of a panel, an even number
@@ -37,6 +40,7 @@ struct LinearArgs {
 // A panel of weights, and where its sums go.
 struct LinearPanel {
   const void* weights;
+  const float* scale;     // [outs], factors of the sums; null: none
   int64_t outs;           // outputs that exist
   float* y;               // [rows, y_stride]
   int64_t y_stride;
@@ -69,7 +73,7 @@ struct PlaceArgs {
   int64_t layer, query_heads, kv_heads, head_dim, layer_tokens;
 };
 
-constexpr int64_t MANY_ROWS = 48;     // from here on 16-bit weights are widened once for all rows
+constexpr int64_t MANY_ROWS = 48;     // from here on narrow weights are widened once for all rows
 constexpr int64_t PREFETCHED = 2048;  // how far ahead, in bytes, weights are prefetched
 constexpr int64_t PREFETCHED_PAIRS = 8192;  // the same where pairs are multiplied
 constexpr int64_t PREPARED_ROWS = 4;
@@ -114,9 +118,8 @@ struct Kernels {
   void (*gated)(const float* x, const float* gate, int64_t size, float* to);
   int64_t packed_inputs;  // a packed row is a multiple of so many inputs
   void (*pack_row)(const float* x, int64_t inputs, int64_t rows, int64_t row, Pair* to);  // null: rows are not packed
-  void (*linear_f32)(const LinearArgs&, const LinearPanel* panels, int64_t count);
-  int64_t (*linear_floats)(const LinearArgs&, int64_t panels);  // of the scratch of linear_bf16; null: none
-  void (*linear_bf16)(const LinearArgs&, const LinearPanel* panels, int64_t count, float* scratch);
+  int64_t (*linear_floats)(const LinearArgs&, int64_t panels);  // of the scratch of `linear` but for F32; null: none
+  void (*linear[NUM_WEIGHTS])(const LinearArgs&, const LinearPanel* panels, int64_t count, float* scratch);
   int64_t (*queries)(int64_t group);  // queries of a query block, at most, for `group` query heads per kv head
   int64_t (*floats_f32)(const AttentionArgs&, int64_t queries);  // of the scratch of attend_f32
   int64_t (*floats_bf16)(const AttentionArgs&, int64_t queries);

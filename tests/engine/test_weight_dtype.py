@@ -1,0 +1,212 @@
+"""Weights of int8: what the floats give that they mean, however they come into an engine and whatever computes them."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from haliax import NamedArray
+
+from levanter_infer import EngineConfig, InferenceEngine, SamplingParams, generate
+from levanter_infer.axes import EXPERT
+from levanter_infer.checkpoints.load import open_model
+from levanter_infer.checkpoints.save import save_model
+from levanter_infer.checkpoints.source import resolve_source
+from levanter_infer.engine.request import Request
+from levanter_infer.kernels.cpu import bindings as cpu
+from levanter_infer.layers.linear import Linear
+from levanter_infer.layers.quantize import MOST, quantized
+from levanter_infer.models.decoder import DecoderModel
+from tests.engine.test_mesh import EXPERTS, runs
+from tests.family_cases import case_of, load, make_engine, requests_for, samples, served_names
+from tests.golden_cases import load_case
+from tests.tiers import nightly_but
+from tests.tiny_models import SIZES, tiny_model
+
+MOST_LOGPROB_DIFFERENCE = 2e-4
+"""Floats that codes mean are rounded once more, and sums of float32 in another order."""
+needs_cpu = pytest.mark.skipif(not cpu.available(), reason="the C++ kernels were not built")
+
+
+def meant(model: DecoderModel) -> DecoderModel:
+    """The model with the floats that its weights mean once they are quantized."""
+
+    def one(part):
+        if not isinstance(part, Linear) or (narrow := part.quantized()) is part:
+            return part
+        assert narrow.scale is not None
+        ins = tuple(range(narrow.scale.array.ndim, narrow.weight.array.ndim))
+        floats = narrow.weight.array.astype(jnp.float32) * jnp.expand_dims(narrow.scale.array, ins)
+        return dataclasses.replace(part, weight=NamedArray(floats.astype(part.weight.dtype), part.weight.axes))
+
+    return dataclasses.replace(
+        model, stacks=jax.tree.map(one, model.stacks, is_leaf=lambda part: isinstance(part, Linear))
+    )
+
+
+def requests() -> list[Request]:
+    rng = np.random.default_rng(3)
+    sampling = SamplingParams(max_tokens=12, temperature=0.0, logprobs=0)
+    return [
+        Request(prompt_token_ids=rng.integers(0, 61, length).tolist(), sampling=sampling, id=str(length))
+        for length in (1, 9, 20, 4, 14)
+    ]
+
+
+def engine_for(model, **config) -> InferenceEngine:
+    return InferenceEngine(model, config=EngineConfig(**{**SIZES, "weight_dtype": "int8", **config}))
+
+
+def answers(engine: InferenceEngine) -> list[tuple[list[int], bytes]]:
+    """Tokens, and the bits of their log probabilities."""
+    outputs = engine.generate(requests())
+    return [(c.token_ids, np.asarray(c.logprobs).tobytes()) for output in outputs for c in output.completions]
+
+
+def test_a_weight_is_off_by_half_a_scale_at_most_and_outputs_stand_alone():
+    rng = np.random.default_rng(0)
+    weight = rng.standard_normal((2, 5, 3, 7)).astype(np.float32) * 10.0 ** rng.integers(-30, 30, (2, 5, 1, 1))
+    weight[1, 2], weight[0, 3, 1, 2] = 0, np.nan
+    codes, scales = (np.asarray(each) for each in quantized(jnp.asarray(weight, jnp.float32), 2))
+    assert codes.dtype == np.int8 and scales.shape == (2, 5)
+    assert np.isnan(scales[0, 3]) and np.isfinite(np.delete(scales.reshape(-1), 3)).all()
+    assert not codes[1, 2].any() and scales[1, 2] == 1
+    sound = np.delete(np.arange(10), 3)
+    error = np.abs(codes * scales[:, :, None, None].astype(np.float64) - weight).reshape(10, -1)[sound]
+    assert (error <= 0.5001 * scales.reshape(10, 1)[sound]).all()
+    largest = np.abs(codes.astype(int)).reshape(10, -1)[[i for i in sound if i != 7]].max(axis=1)
+    assert (largest == MOST).all()
+
+
+@pytest.mark.parametrize(
+    "model_type", nightly_but(["llama", "qwen3_moe", "deepseek_v2", "granitemoehybrid", "grug_moe"], served_names())
+)
+def test_an_engine_gives_what_the_floats_give_that_its_weights_mean(model_type, tmp_path):
+    case = load_case(case_of(model_type))
+    model = load(case, tmp_path)
+    given = requests_for(case, model.config.vocab_size)
+    found, expected, floats = (
+        [samples(output) for output in engine.generate(given)]
+        for engine in (
+            make_engine(model, weight_dtype="int8", matmul="xla", attention="xla"),
+            make_engine(meant(model), matmul="xla", attention="xla"),
+            make_engine(model, matmul="xla", attention="xla"),
+        )
+    )
+    differs = 0.0
+    for one, other, exact in zip(found, expected, floats, strict=True):
+        for sample, same, unlike in zip(one, other, exact, strict=True):
+            assert sample.tokens == same.tokens
+            np.testing.assert_allclose(sample.logprobs, same.logprobs, atol=MOST_LOGPROB_DIFFERENCE)
+            count = min(len(sample.logprobs), len(unlike.logprobs))
+            differs = max(differs, np.abs(sample.logprobs[:count] - unlike.logprobs[:count]).max(initial=0))
+    assert differs > 1e-4  # they were quantized
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen3_moe"])
+def test_routers_tables_and_norms_keep_their_dtype(model_type):
+    model = tiny_model(dtype="bfloat16", **(EXPERTS if model_type == "qwen3_moe" else {}))
+    stored = model.prepare(model.backend, quantizes=True)
+    maps = [
+        part
+        for part in jax.tree.leaves(stored, is_leaf=lambda part: isinstance(part, Linear))
+        if isinstance(part, Linear)
+    ]
+    narrow = [part for part in maps if part.weight.dtype == jnp.int8]
+    assert len(narrow) == 7 and all(part.scale is not None and part.dtype == jnp.bfloat16 for part in narrow)
+    others = [part.outs[0].name for part in maps if part.weight.dtype != jnp.int8]
+    assert sorted(others) == sorted(["vocab", "vocab", *([EXPERT] if model_type == "qwen3_moe" else [])])
+
+
+@needs_cpu
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("changes", [{}, EXPERTS], ids=["dense", "experts"])
+def test_on_a_cpu_bits_do_not_depend_on_what_else_is_in_the_batch(changes, dtype):
+    engine = engine_for(tiny_model(dtype=dtype, **changes), matmul="cpu", numerics="batch_invariant")
+    together = engine.generate(requests())
+    for request, output in zip(requests(), together, strict=True):
+        engine.reset()
+        (alone,) = engine.generate([request])
+        assert alone.completions[0].token_ids == output.completions[0].token_ids
+        assert np.asarray(alone.completions[0].logprobs).tobytes() == output.completions[0].logprobs.tobytes()
+
+
+@needs_cpu
+@pytest.mark.parametrize("changes", [{}, EXPERTS], ids=["dense", "experts"])
+def test_the_kernels_for_cpus_are_near_xla(changes):
+    by_xla, by_kernels = (
+        engine_for(tiny_model(**changes), matmul=matmul, cpu_isa=isa).generate(requests())
+        for matmul, isa in (("xla", "auto"), ("cpu", "avx2"))
+    )
+    for one, other in zip(by_xla, by_kernels, strict=True):
+        assert one.completions[0].token_ids == other.completions[0].token_ids
+        np.testing.assert_allclose(one.completions[0].logprobs, other.completions[0].logprobs, atol=1e-3)
+
+
+def test_a_checkpoint_is_quantized_as_a_model_in_memory_and_takes_half_of_the_memory(tmp_path):
+    model = tiny_model(dtype="bfloat16", hidden_size=64, intermediate_size=192, vocab_size=64)
+    save_model(model, tmp_path)
+    engines = [engine_for(given) for given in (model, open_model(resolve_source(tmp_path)))]
+    assert answers(engines[0]) == answers(engines[1])
+    for engine in engines:
+        wide = [leaf for leaf in jax.tree.leaves(engine.runner.model.stacks) if leaf.size >= 64 * 64]
+        assert wide and all(leaf.dtype == jnp.int8 for leaf in wide)
+        layers = sum(leaf.size for leaf in wide)
+        plain = engine_for(model, weight_dtype=None).stats()["weights_bytes"]
+        saved = plain - engine.stats()["weights_bytes"]
+        scales = sum(leaf.size for leaf in jax.tree.leaves(engine.runner.model.stacks) if leaf.dtype == jnp.float32)
+        assert saved == layers - 4 * scales > 0.9 * layers
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(model))  # the caller's
+
+
+def test_weights_that_are_swapped_in_are_quantized(tmp_path):
+    first, second = tiny_model(), tiny_model(seed=1)
+    engine = engine_for(first)
+    before = answers(engine)
+    for given in (second, str(tmp_path)):
+        save_model(second, tmp_path)
+        engine.swap_weights(given)
+        assert answers(engine) == answers(engine_for(second))
+        engine.swap_weights(first)
+        assert answers(engine) == before
+    assert {str(leaf.dtype) for leaf in jax.tree.leaves(engine.runner.model.stacks)} == {"int8", "float32"}
+
+
+def test_inside_jit_generate_gives_the_tokens_of_an_engine():
+    asked = requests()
+    prompts = np.zeros((len(asked), 20), np.int32)
+    lens = np.asarray([len(request.prompt_token_ids) for request in asked], np.int32)
+    for row, request in zip(prompts, asked, strict=True):
+        row[: len(request.prompt_token_ids)] = request.prompt_token_ids
+    config = EngineConfig(max_seqs=4, page_size=4, max_step_tokens=16, weight_dtype="int8", matmul="xla")
+    sampling = SamplingParams(max_tokens=12, temperature=0.0)
+    found = jax.jit(functools.partial(generate, sampling=sampling, config=config))(tiny_model(), prompts, lens)
+    expected = [tokens for tokens, _ in answers(engine_for(tiny_model(), matmul="xla"))]
+    assert found.token_ids[:, 0].tolist() == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["model2", "model4", "data2_model2", "model8"])
+def test_on_a_mesh_they_give_the_tokens_of_one_device(mesh):
+    cases = [f"{kind}_{mesh}" for kind in ("int8", "int8loaded", "ringint8")]
+    one, *many = runs("int8_one", *cases).values()
+    for found in many:
+        assert found["tokens"] == one["tokens"]
+        for ours, theirs in zip(found["logprobs"], one["logprobs"], strict=True):
+            np.testing.assert_allclose(ours, theirs, atol=MOST_LOGPROB_DIFFERENCE)
+        assert found["weight_dtypes"] == ["float32", "int8"]
+
+
+@pytest.mark.slow
+def test_experts_on_a_mesh_give_the_tokens_of_one_device():
+    one, *many = runs(*(f"int8experts_{mesh}" for mesh in ("one", "expert4", "model2_expert2"))).values()
+    for found in many:
+        assert found["tokens"] == one["tokens"]
+
+
+@pytest.mark.parametrize("value", ["int4", "bfloat16", 8, True])
+def test_other_dtypes_are_refused(value):
+    with pytest.raises(ValueError, match="engine.weight_dtype=.*: expected int8"):
+        EngineConfig(weight_dtype=value)
