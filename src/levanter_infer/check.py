@@ -27,11 +27,13 @@ from levanter_infer.engine.params import brief
 from levanter_infer.engine.request import Request, RequestOutput
 from levanter_infer.io.prompts import read_rows
 from levanter_infer.io.terminal import say
-from levanter_infer.policies import CpuIsa
+from levanter_infer.policies import CpuIsa, WeightDtype
 from levanter_infer.runtime.progress import stage
 
 MAX_DELTA = {"float32": 1e-3, "bfloat16": 1.0, "float16": 0.1, "int8": 1.2, "float8_e4m3fn": 15.0}
 """Largest |Δ logprob| that passes by default, by the coarser dtype of weights and pages. Measured: docs/numerics.md."""
+QUANTIZED_DELTA = 15.0
+"""The same with weights of int8, between 16-bit paths or with an engine of floats; in float32 it is float32's."""
 _LENGTHS = 8
 """Lengths that the uncached forward is compiled for, at most; a sequence is padded to the next."""
 _TOP = 20
@@ -183,6 +185,8 @@ def compare(command: str, level: Level, config: RunConfig, other: RunConfig | No
         sampled, second = sample(config, _with_top(config)), sample(other, _with_top(other))
         pairs, against = _pairs(_paths(sampled.requests), _paths(second.requests)), "engine"
         gate = max(default_gate(sampled.about), default_gate(second.about))
+        if (sampled.about["weights"] == WeightDtype.INT8) != (second.about["weights"] == WeightDtype.INT8):
+            gate = max(gate, QUANTIZED_DELTA)
     failed = report_failures(sampled.outputs)
     gate = gate if max_delta is None else max_delta
     diagnosis = diagnose(pairs, gate, sampled.about["page_size"])
@@ -221,7 +225,9 @@ def sample(config: RunConfig, change: Callable[[Request], Request] = lambda requ
     rows = read_rows(config)
     engine = make_engine(config, len(rows))
     outputs = merge_outputs(rows, generate(engine, [change(row.request) for row in rows if row.request is not None]))
-    about = {**engine.describe(), "weights": str(engine.model.dtype), "cpu_isa_reason": engine.backend.isa_reason}
+    about = engine.describe()
+    about |= {"weights": about["weight_dtype"], "activations": str(engine.model.dtype)}
+    about |= {"cpu_isa_reason": engine.backend.isa_reason}
     sampled = Sampled(outputs, about)
     del engine
     gc.collect()
@@ -249,10 +255,11 @@ def score_again(config: RunConfig, sampled: Sampled) -> list[Pair]:
 
 
 def plain_model(config: RunConfig):
-    """The configuration's model as it is stored. Raises: ValueError as `load_model`."""
+    """The configuration's model, quantized as its engine has it. Raises: ValueError as `load_model`."""
     from levanter_infer.checkpoints.load import load_weights
 
-    return load_weights(config.model.resolve(), dtype=config.model.dtype)
+    quantizes = config.engine_config().weight_dtype is not None
+    return load_weights(config.model.resolve(), dtype=config.model.dtype, quantizes=quantizes)
 
 
 def beside_uncached(model, outputs: Sequence[RequestOutput], max_seq_len: int) -> list[Pair]:
@@ -286,7 +293,10 @@ def beside_uncached(model, outputs: Sequence[RequestOutput], max_seq_len: int) -
 
 def default_gate(about: Mapping[str, Any]) -> float:
     """The largest difference that passes, for an engine that `about` describes."""
-    return max(MAX_DELTA[about["weights"]], MAX_DELTA[about["kv_dtype"]])
+    own = MAX_DELTA[about["activations"]]
+    if about["weights"] == WeightDtype.INT8 and about["activations"] != "float32":
+        own = QUANTIZED_DELTA
+    return max(own, MAX_DELTA[about["kv_dtype"]])
 
 
 # Which layer

@@ -37,8 +37,8 @@ def meant(model: DecoderModel) -> DecoderModel:
         if not isinstance(part, Linear) or (narrow := part.quantized()) is part:
             return part
         assert narrow.scale is not None
-        ins = tuple(range(narrow.scale.array.ndim, narrow.weight.array.ndim))
-        floats = narrow.weight.array.astype(jnp.float32) * jnp.expand_dims(narrow.scale.array, ins)
+        shape = [axis.size for axis in part.weight.axes[: -part.num_in]] + [1] * part.num_in
+        floats = narrow.weight.array.astype(jnp.float32) * narrow.scale.array.reshape(shape)
         return dataclasses.replace(part, weight=NamedArray(floats.astype(part.weight.dtype), part.weight.axes))
 
     return dataclasses.replace(

@@ -88,12 +88,14 @@ class StoredModel:
     at a time; with several hosts, the part of it for its own devices."""
 
 
-def load_weights(source: Source, *, dtype: str | None = None, config: Mapping[str, Any] | None = None) -> DecoderModel:
-    """The model of a checkpoint. Raises: ValueError as `load_model`."""
+def load_weights(
+    source: Source, *, dtype: str | None = None, config: Mapping[str, Any] | None = None, quantizes: bool = False
+) -> DecoderModel:
+    """The model of a checkpoint. Args: quantizes: as in `StoredModel.read`. Raises: ValueError as `load_model`."""
     stored = open_model(source, dtype=dtype, config=config)
     _check_memory(stored.types, source)
     with stage("reading weights"):
-        return stored.read()
+        return stored.read(quantizes=quantizes)
 
 
 def _check_memory(types: DecoderModel, source: Source) -> None:

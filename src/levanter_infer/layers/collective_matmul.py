@@ -110,7 +110,11 @@ def scattered(x: Array, weight: Array, ring: ShardAxis, backend: Backend) -> Arr
         return columns(_at(here, distance, ring), size)
 
     def columns(part: Array, size: int) -> Array:
-        (y,) = backend.linear(LinearCall(x, [_chunk(weight, part, size, 0)], [size]))
+        if weight.dtype == jnp.int8:  # of a slice XLA copies the stack of all layers into another order, in each layer
+            own = jax.lax.dynamic_index_in_dim(weight.reshape(-1, size, weight.shape[1]), part, keepdims=False)
+        else:  # and of a part by its index it copies the part
+            own = _chunk(weight, part, size, 0)
+        (y,) = backend.linear(LinearCall(x, [own], [size]))
         return y
 
     if backend.halves_ring_matmuls():

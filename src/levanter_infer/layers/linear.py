@@ -63,7 +63,8 @@ class Linear(eqx.Module):
     merged_ins: tuple[Axis, ...] = eqx.field(static=True, default=())
     """Input axes that are stored merged with the one before them."""
     scale: NamedArray | None = None
-    """f32[layers, out...], the factors of the sums of a weight of int8; None: the weight is floats."""
+    """f32[layers, out], the factors of the sums of a weight of int8. The output axes are stored as one, which has the
+    name of the first and is sharded as that. None: the weight is floats."""
     layer: Array | None = None
     """i32[], which entry of the stack is meant; None: the weight is not one of a stack, or a scan has picked it."""
     num_rows: Array | None = None
@@ -119,13 +120,12 @@ class Linear(eqx.Module):
             return self
         codes, scales = quantized(self.weight.array, self.num_in)
         _free([self.weight.array], [codes], donate)
-        axes = self.weight.axes
-        return dataclasses.replace(
-            self,
-            weight=NamedArray(codes, axes),
-            scale=NamedArray(scales, axes[: len(axes) - self.num_in]),
-            loaded_dtype=self.dtype,
-        )
+        axes, outs = self.weight.axes, self.outs
+        lead = axes[: len(axes) - self.num_in - self.num_out]
+        merged = outs[0].resize(math.prod(axis.size for axis in outs))
+        scales = _reshaped(scales, tuple(axis.size for axis in (*lead, merged)))
+        scale = NamedArray(scales, (*lead, merged))
+        return dataclasses.replace(self, weight=NamedArray(codes, axes), scale=scale, loaded_dtype=self.dtype)
 
     def prepare(self, backend: Backend, *, donate: bool = False, quantizes: bool = False) -> "Linear":
         """The same map, stored as `backend` reads it.
@@ -460,11 +460,7 @@ def _matrix(x: NamedArray, rows: tuple[Axis, ...], last: tuple[Axis, ...]) -> Ar
 
 def _scales(maps: Sequence[Linear]) -> list[Array]:
     """The scales of all maps, [..., out] each, or none."""
-    scales = [
-        part.scale.array.reshape(*part.scale.array.shape[: part.scale.ndim - part.num_out], -1)
-        for part in maps
-        if part.scale is not None
-    ]
+    scales = [part.scale.array for part in maps if part.scale is not None]
     assert len(scales) in (0, len(maps)), "maps of one call are quantized together"
     return scales
 

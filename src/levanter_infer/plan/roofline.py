@@ -210,7 +210,7 @@ class _Model:
     def _step(self, tokens: int, context: float, sampled: int) -> StepTime:
         """Time of a step of `tokens` that reads keys and values of `context` tokens for each running sequence."""
         figures, model = self.figures, self.figures.model
-        sizes, itemsize = figures.forward_tokens, model["itemsize"]
+        sizes = figures.forward_tokens
         index = next((i for i, size in enumerate(sizes) if size >= tokens), len(sizes) - 1)
         blocks = math.ceil(tokens / sizes[index])  # one, unless `block_tokens` says how large they are
         head_blocks = max(1, math.ceil(sampled / (figures.block_tokens or figures.max_seqs)))
@@ -220,8 +220,8 @@ class _Model:
             share = model["experts_per_token"] / model["experts"]
             touched = 1 - (1 - share) ** (tokens / blocks)
         layers = figures.weights_bytes - model["embedding_bytes"] - model["head_bytes"]
-        flops = 2.0 * blocks * sizes[index] * (layers - (1 - share) * model["expert_bytes"]) / itemsize
-        flops += 2.0 * head_rows * model["head_bytes"] / itemsize
+        flops = 2.0 * blocks * sizes[index] * (layers - (1 - share) * model["expert_bytes"])
+        flops = flops / model["layer_itemsize"] + 2.0 * head_rows * model["head_bytes"] / model["itemsize"]
         flops += self.sequences * context * self._attention_flops
         bandwidth = self.chip.memory_gbps * 1e9
         kinds = [(context, figures.page_bytes)]

@@ -174,6 +174,13 @@ def _narrower_weights(spec: EngineSpec, extra_bytes: int) -> Change | None:
     return _first(iter([Change("model.dtype", "float32", "bfloat16", 2.0, changed)]), extra_bytes)
 
 
+def _quantized_weights(spec: EngineSpec, extra_bytes: int) -> Change | None:
+    if spec.engine.get("weight_dtype") is not None:
+        return None
+    factor = 4.0 if spec.dtype == "float32" else 2.0
+    return _first(iter([_engine_change(spec, "weight_dtype", spec.dtype, "int8", factor)]), extra_bytes)
+
+
 def _narrower_pages(spec: EngineSpec, extra_bytes: int) -> Change | None:
     now = spec.engine.get("kv_dtype") or spec.dtype
     if now != "float32":
@@ -209,5 +216,6 @@ _SEARCHES: tuple[Callable[[EngineSpec, int], Change | None], ...] = (
     _narrower_pages,
     _narrower_weights,
     _larger_target,
+    _quantized_weights,
 )
 """Searches in order of preference among changes of equal size."""

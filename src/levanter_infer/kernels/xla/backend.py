@@ -86,6 +86,8 @@ class XlaBackend(Backend):
             return stack if call.layer is None else jax.lax.dynamic_index_in_dim(stack, call.layer, keepdims=False)
 
         def one(weight: Array, num_outs: int) -> Array:
+            if call.scales and call.layer is not None:  # else XLA copies the layer before it is converted
+                weight = weight.reshape(weight.shape[0], num_outs, -1)
             return matmul(call.x, as_floats(of_layer(weight), call.x.dtype).reshape(num_outs, -1))
 
         sums = [one(weight, num_outs) for weight, num_outs in zip(call.weights, call.num_outs, strict=True)]
