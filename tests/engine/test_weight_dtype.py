@@ -174,6 +174,32 @@ def test_weights_that_are_swapped_in_are_quantized(tmp_path):
     assert {str(leaf.dtype) for leaf in jax.tree.leaves(engine.runner.model.stacks)} == {"int8", "float32"}
 
 
+def test_a_second_swap_compiles_nothing():
+    models = [tiny_model(seed=seed) for seed in range(3)]
+    engine = engine_for(models[0], matmul="xla")
+    engine.swap_weights(models[1])
+    compiled: list[str] = []
+
+    def note(event: str, duration: float, **_) -> None:
+        if "backend_compile" in event:
+            compiled.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(note)
+    jax.jit(lambda x: x + 2)(jnp.ones(3, jnp.float32))
+    assert compiled  # it is noted
+    compiled.clear()
+    engine.swap_weights(models[2])
+    assert not compiled
+
+
+@pytest.mark.parametrize("matmul", ["xla", "auto"])
+def test_a_quantized_model_is_not_saved(matmul, tmp_path):
+    engine = engine_for(tiny_model(), matmul=matmul)
+    with pytest.raises(ValueError, match="save the model as it was loaded"):
+        save_model(engine.model, tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
 def test_inside_jit_generate_gives_the_tokens_of_an_engine():
     asked = requests()
     prompts = np.zeros((len(asked), 20), np.int32)

@@ -18,6 +18,7 @@ from levanter_infer.checkpoints.quantized.config import KEYS, without_quantizati
 from levanter_infer.checkpoints.source import ADAPTER_CONFIG, CONFIG, MODELOPT_CONFIG, Source, resolve_source
 from levanter_infer.checkpoints.weights import DTYPES, StoredTensor, enumerate_names, read_tensors, stored_tensors
 from levanter_infer.kernels.cpu import huge_pages
+from levanter_infer.kernels.xla.backend import XLA
 from levanter_infer.layers.layout import Layout
 from levanter_infer.models.config import DecoderConfig
 from levanter_infer.models.decoder import DecoderModel
@@ -93,7 +94,7 @@ def load_weights(
 ) -> DecoderModel:
     """The model of a checkpoint. Args: quantizes: as in `StoredModel.read`. Raises: ValueError as `load_model`."""
     stored = open_model(source, dtype=dtype, config=config)
-    _check_memory(stored.types, source)
+    _check_memory(jax.eval_shape(lambda model: model.prepare(XLA, quantizes=quantizes), stored.types), source)
     with stage("reading weights"):
         return stored.read(quantizes=quantizes)
 

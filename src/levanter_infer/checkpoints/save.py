@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
 from levanter_infer.checkpoints.weights import DTYPES, write_safetensors
@@ -30,6 +31,8 @@ def save_model(model: DecoderModel, directory: str | Path, *, hf_config: Mapping
         raise ValueError(
             f"the weights are packed for the backend {model.backend.name} (`prepare`); save the model as it was loaded"
         )
+    if any(leaf.dtype == np.int8 for leaf in jax.tree.leaves(model)):
+        raise ValueError("the weights are quantized (`engine.weight_dtype`); save the model as it was loaded")
     dtype = np.dtype(model.embeddings.weight.dtype)
     name = next((_DTYPE_NAMES[name] for name, known in DTYPES.items() if known == dtype), None)
     if name is None:

@@ -95,12 +95,13 @@ def _around(own: Array, ring: ShardAxis) -> Array:
     return total
 
 
-def scattered(x: Array, weight: Array, ring: ShardAxis, backend: Backend) -> Array:
+def scattered(x: Array, weight: Array, ring: ShardAxis, backend: Backend, scale: Array | None = None) -> Array:
     """This device's columns of the sum over devices of `x · weightᵀ`, f32[row, out / parts].
 
     Args:
         x: [row, in], with the inputs of this device.
         weight: [out, in...]
+        scale: f32[out], of a weight of int8.
     """
     size, here, half = weight.shape[0] // ring.parts, ring.index, ring.parts // 2
     assert size % 2 == 0, "both directions get half of the columns of the device opposite"
@@ -114,7 +115,8 @@ def scattered(x: Array, weight: Array, ring: ShardAxis, backend: Backend) -> Arr
             own = jax.lax.dynamic_index_in_dim(weight.reshape(-1, size, weight.shape[1]), part, keepdims=False)
         else:  # and of a part by its index it copies the part
             own = _chunk(weight, part, size, 0)
-        (y,) = backend.linear(LinearCall(x, [own], [size]))
+        scales = [] if scale is None else [_chunk(scale, part, size, 0)]
+        (y,) = backend.linear(LinearCall(x, [own], [size], scales=scales))
         return y
 
     if backend.halves_ring_matmuls():

@@ -373,9 +373,7 @@ def _apply_on_ring(x: NamedArray, maps: Sequence[Linear], dtype, around: Fusion)
     else:
         assert len(maps) == 1 and first.num_out == 1 and around.norm is None, "one map to the residual stream"
         matrix = _matrix(around.before(x, first.by_rows), rows, first.ins)
-        arrays = [collective_matmul.scattered(matrix, weights[0], ring, first.backend)]
-        if scales:
-            arrays = [arrays[0] * ring.own(scales[0], 0)[None]]
+        arrays = [collective_matmul.scattered(matrix, weights[0], ring, first.backend, *scales)]
         own = first.outs[0].resize(first.outs[0].size // ring.parts)
         outs = [(own,)]
         bias = [None if first.bias is None else NamedArray(ring.own(first.bias.array, 0), (own,))]

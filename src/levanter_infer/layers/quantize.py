@@ -1,5 +1,6 @@
 """Quantization of the weights of linear maps to int8, with a scale for each output."""
 
+import functools
 from collections.abc import Callable
 
 import jax
@@ -22,17 +23,23 @@ def quantized(stack: Array, num_in: int) -> tuple[Array, Array]:
     Returns: i8[layers, ..., in...] and f32[layers, ...]; the scale of an output with a weight that is not finite is not
         finite.
     """
-    ins = tuple(range(stack.ndim - 1 - num_in, stack.ndim - 1))
+    _, (codes, scales) = jax.lax.scan(_layer(num_in), None, stack)  # so that float32 is that of one layer
+    as_before = _placement(stack)
+    return as_before(codes), as_before(scales)
 
-    def one(weight: Array) -> tuple[Array, Array]:
+
+@functools.cache  # a function of its own for each call would be compiled for each weight
+def _layer(num_in: int) -> Callable[[None, Array], tuple[None, tuple[Array, Array]]]:
+    """The body of a scan over layers: codes and scales of one."""
+
+    def one(carry: None, weight: Array) -> tuple[None, tuple[Array, Array]]:
+        ins = tuple(range(weight.ndim - num_in, weight.ndim))
         largest = jnp.max(jnp.abs(weight), axis=ins, keepdims=True).astype(jnp.float32)
         scale = jnp.where(largest == 0, jnp.float32(1), largest / jnp.float32(MOST))
         codes = jnp.round(weight.astype(jnp.float32) / scale)
-        return jnp.clip(codes, -MOST, MOST).astype(jnp.int8), jnp.squeeze(scale, ins)
+        return carry, (jnp.clip(codes, -MOST, MOST).astype(jnp.int8), jnp.squeeze(scale, ins))
 
-    codes, scales = jax.lax.map(one, stack)  # one layer after the other, so that float32 is that of one
-    as_before = _placement(stack)
-    return as_before(codes), as_before(scales)
+    return one
 
 
 def _placement(stack: Array) -> Callable[[Array], Array]:

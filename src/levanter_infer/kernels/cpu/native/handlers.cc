@@ -28,10 +28,11 @@ namespace levanter_infer {
 // Whether the processor has tiles of bfloat16, and the system lets this process use them, which it has to ask for.
 bool may_use_tiles() {
   constexpr unsigned BF16 = 1u << 22, TILES = 1u << 24;            // CPUID leaf 7, EDX
+  constexpr unsigned VBMI = 1u << 1;                               // the same, ECX: look-ups of bytes
   constexpr long REQUEST_STATE = 0x1023, TILE_DATA = 18;           // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
-  unsigned eax, ebx, ecx, edx = 0;
+  unsigned eax, ebx, ecx = 0, edx = 0;
   return __get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) != 0 && (edx & BF16) != 0 && (edx & TILES) != 0 &&
-         syscall(SYS_arch_prctl, REQUEST_STATE, TILE_DATA) == 0;
+         (ecx & VBMI) != 0 && syscall(SYS_arch_prctl, REQUEST_STATE, TILE_DATA) == 0;
 }
 
 const bool HAS_TILES = may_use_tiles();
