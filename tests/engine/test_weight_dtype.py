@@ -19,6 +19,7 @@ from levanter_infer.kernels.cpu import bindings as cpu
 from levanter_infer.layers.linear import Linear
 from levanter_infer.layers.quantize import MOST, quantized
 from levanter_infer.models.decoder import DecoderModel
+from tests.decode.test_counting_model import CountingModel
 from tests.engine.test_mesh import EXPERTS, runs
 from tests.family_cases import case_of, load, make_engine, requests_for, samples, served_names
 from tests.golden_cases import load_case
@@ -230,6 +231,11 @@ def test_experts_on_a_mesh_give_the_tokens_of_one_device():
     one, *many = runs(*(f"int8experts_{mesh}" for mesh in ("one", "expert4", "model2_expert2"))).values()
     for found in many:
         assert found["tokens"] == one["tokens"]
+
+
+def test_a_model_that_cannot_quantize_is_refused_by_name():
+    with pytest.raises(ValueError, match='weight_dtype="int8": CountingModel.prepare takes no'):
+        InferenceEngine(CountingModel.init(), config=EngineConfig(weight_dtype="int8", max_seq_len=64))
 
 
 @pytest.mark.parametrize("value", ["int4", "bfloat16", 8, True])

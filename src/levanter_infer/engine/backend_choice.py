@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import inspect
 import logging
 import math
 import os
@@ -90,6 +91,10 @@ class BackendChoice:
         )
         chosen = chosen._configured(config, matmul.dtype, attention.dtype, device)
         chosen = dataclasses.replace(chosen, quantizes=config.weight_dtype == WeightDtype.INT8)
+        if chosen.quantizes and "quantizes" not in inspect.signature(model.prepare).parameters:
+            raise ValueError(
+                f'engine.weight_dtype="int8": {type(model).__name__}.prepare takes no `quantizes`; leave it out'
+            )
         if layout.mesh.size > 1 and config.preempt == PreemptionPolicy.OFFLOAD:
             raise ValueError(
                 f'engine.preempt="offload" moves pages of one device, and the mesh has {layout.mesh.size}; '
@@ -242,11 +247,12 @@ class BackendChoice:
 
     def as_read(self, model, donate: bool = False):
         """The model as the backend of matmuls reads it, wherever its arrays are; they may be traced."""
-        return model.prepare(self.matmul_backend, donate=donate, quantizes=self.quantizes)
+        how = {"quantizes": True} if self.quantizes else {}
+        return model.prepare(self.matmul_backend, donate=donate, **how)
 
     def weights_bytes(self, types) -> int:
         """Bytes of the parameters of a model, quantized as here, without what a backend fills up or has twice."""
-        stored = jax.eval_shape(lambda model: model.prepare(XLA, quantizes=self.quantizes), types)
+        stored = jax.eval_shape(lambda model: model.prepare(XLA, quantizes=True), types) if self.quantizes else types
         return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(stored))
 
     @property
