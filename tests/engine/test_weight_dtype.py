@@ -14,6 +14,7 @@ from levanter_infer.axes import EXPERT
 from levanter_infer.checkpoints.load import open_model
 from levanter_infer.checkpoints.save import save_model
 from levanter_infer.checkpoints.source import resolve_source
+from levanter_infer.engine.backend_choice import BackendChoice
 from levanter_infer.engine.request import Request
 from levanter_infer.kernels.cpu import bindings as cpu
 from levanter_infer.layers.linear import Linear
@@ -235,7 +236,7 @@ def test_experts_on_a_mesh_give_the_tokens_of_one_device():
 
 def test_a_model_that_cannot_quantize_is_refused_by_name():
     with pytest.raises(ValueError, match='weight_dtype="int8": CountingModel.prepare takes no'):
-        InferenceEngine(CountingModel.init(), config=EngineConfig(weight_dtype="int8", max_seq_len=64))
+        BackendChoice.choose(EngineConfig(weight_dtype="int8"), CountingModel.init(), has_mods=False)
 
 
 @pytest.mark.parametrize("value", ["int4", "bfloat16", 8, True])
