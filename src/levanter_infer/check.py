@@ -226,8 +226,8 @@ def sample(config: RunConfig, change: Callable[[Request], Request] = lambda requ
     engine = make_engine(config, len(rows))
     outputs = merge_outputs(rows, generate(engine, [change(row.request) for row in rows if row.request is not None]))
     about = engine.describe()
-    about |= {"weights": about["weight_dtype"], "activations": str(engine.model.dtype)}
-    about |= {"cpu_isa_reason": engine.backend.isa_reason}
+    about["weights"], about["activations"] = about["weight_dtype"], str(engine.model.dtype)
+    about["cpu_isa_reason"] = engine.backend.isa_reason
     sampled = Sampled(outputs, about)
     del engine
     gc.collect()

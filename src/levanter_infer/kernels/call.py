@@ -220,6 +220,11 @@ class GroupedCall:
     def num_results(self) -> int:
         return (self.x if self.rows is None else self.rows).shape[0]
 
+    def groups_of_results(self) -> Array:
+        """The group of each result, i32[result]; `num_groups` beyond `sum(counts)`."""
+        ends = jnp.cumsum(self.counts, dtype=jnp.int32)
+        return jnp.searchsorted(ends, jnp.arange(self.num_results, dtype=jnp.int32), side="right")
+
 
 # Checks that all backends make before they compute an attention call
 

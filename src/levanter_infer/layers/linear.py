@@ -443,9 +443,7 @@ def apply_grouped(
         axes = (axis, *part.outs)
         y = y.reshape([each.size for each in axes])
         if part.bias is not None:
-            ends = jnp.cumsum(counts, dtype=jnp.int32)
-            group = jnp.searchsorted(ends, jnp.arange(axis.size, dtype=jnp.int32), side="right")
-            y = y + part.bias.array.at[group].get(mode="fill", fill_value=0).astype(jnp.float32)
+            y = y + part.bias.array.at[call.groups_of_results()].get(mode="fill", fill_value=0).astype(jnp.float32)
         results.append(NamedArray(y, axes).astype(dtype))
     return results
 

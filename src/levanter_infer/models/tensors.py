@@ -283,9 +283,8 @@ def set_parameter(model: DecoderModel, path: str, array: NamedArray) -> DecoderM
 
 def quantize_parameter(model: DecoderModel, path: str) -> DecoderModel:
     """`model` with the map of layers quantized whose weight is at `path`, if it is one; its own weight is freed."""
-    *owner, name = path.split(".")
     part, _ = _resolve(model, path)
-    if name != "weight" or not isinstance(part, Linear) or owner[0] not in ("layers", "stacks"):
+    if not (path.startswith(("layers.", "stacks.")) and path.endswith(".weight") and isinstance(part, Linear)):
         return model
     return eqx.tree_at(lambda tree: _resolve(tree, path)[0], model, part.quantized(donate=True))
 

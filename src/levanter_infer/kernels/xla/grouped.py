@@ -55,8 +55,9 @@ def ragged_matmul(call: GroupedCall) -> list[Array]:
 
 def scales_of_results(call: GroupedCall) -> list[Array]:
     """The factors of each result, f32[result, out], of weights that have some; anything beyond `sum(counts)`."""
-    ends = jnp.cumsum(call.counts, dtype=jnp.int32)
-    group = jnp.searchsorted(ends, jnp.arange(call.num_results, dtype=jnp.int32), side="right")
+    if not call.scales:
+        return []
+    group = call.groups_of_results()
 
     def one(scale: Array) -> Array:
         own = scale if call.layer is None else jax.lax.dynamic_index_in_dim(scale, call.layer, keepdims=False)
