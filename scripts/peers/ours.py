@@ -8,12 +8,17 @@ from levanter_infer.checkpoints.load import load_model
 
 def start(setup: dict, **kernels: str):
     """`kernels`: engine.matmul and engine.attention, where they are not to be chosen."""
-    model, _ = load_model(setup["checkpoint"], dtype=setup["dtype"])
+    is_narrow = setup["dtype"] == "int8"
+    model, _ = load_model(setup["checkpoint"], dtype=None if is_narrow else setup["dtype"])
     longest = -(-(setup["prompt"] + setup["output"] + 1) // 16) * 16
     engine = InferenceEngine(
         model,
         config=EngineConfig(
-            max_seqs=setup["batch"], max_seq_len=longest, prefix_cache=setup.get("prefix_cache", False), **kernels
+            max_seqs=setup["batch"],
+            max_seq_len=longest,
+            prefix_cache=setup.get("prefix_cache", False),
+            weight_dtype="int8" if is_narrow else None,
+            **kernels,
         ),
         donate_model=True,
     )

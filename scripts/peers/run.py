@@ -19,6 +19,8 @@ from levanter_infer.bench.workload import SHAPES, numbers, random_model, random_
 from levanter_infer.checkpoints.save import save_model
 
 HERE = Path(__file__).resolve().parent
+QUANTIZES = ("llamacpp",)
+"""Peers that have weights of int8."""
 MAX_DISTURBED = 0.05
 """Share of the machine that others may use during a measurement."""
 
@@ -152,13 +154,18 @@ def compare(peers: list[Peer], args: argparse.Namespace, batch: int, directory: 
 
 def shortfalls_of(found: dict[str, Measured], args: argparse.Namespace, prompts: list[list[int]]) -> dict[str, float]:
     """`largest_shortfall` of each side, over some of the sequences."""
-    weights = random_model(SHAPES[args.shape], args.dtype)
+    weights = random_model(SHAPES[args.shape], stored_dtype(args))
     model = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), weights)
     rows = spaced(len(prompts), args.check)
     return {
         label: largest_shortfall(model, [prompts[i] for i in rows], [side.tokens[i] for i in rows])
         for label, side in found.items()
     }
+
+
+def stored_dtype(args: argparse.Namespace) -> str:
+    """Dtype of the checkpoint."""
+    return "bfloat16" if args.dtype == "int8" else args.dtype
 
 
 def main() -> int:
@@ -168,21 +175,23 @@ def main() -> int:
         help="NAME.py beside this script, in PYTHON's environment; DTYPE: of the run's width, if it is faster there",
     )  # fmt: skip
     parser.add_argument("--shape", choices=SHAPES, default="S")
-    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32", "int8"), default="bfloat16")
     parser.add_argument("--batch", type=numbers, default=(1, 8, 32))
     parser.add_argument("--prompt", type=int, default=128)
     parser.add_argument("--output", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--tries", type=int, default=3, help="of a measurement that others disturb")
-    parser.add_argument("--check", type=int, default=4, help="sequences read again to judge outputs in 16 bits")
+    parser.add_argument("--check", type=int, default=4, help="sequences read again to judge outputs in 8 and 16 bits")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="of each peer")
     args = parser.parse_args()
     for peer in args.peer:
         if peer.dtype and WIDTH[peer.dtype] != WIDTH[args.dtype]:
             parser.error(f"--peer {peer.label}: {peer.dtype} is not as wide as --dtype {args.dtype}")
+        if args.dtype == "int8" and peer.script.stem not in QUANTIZES:
+            parser.error(f"--peer {peer.label}: expected one of {', '.join(QUANTIZES)} with --dtype int8")
     peers = [Peer("ours", sys.executable, HERE / "ours.py"), *args.peer]
     with tempfile.TemporaryDirectory() as directory:
-        save_model(random_model(SHAPES[args.shape], args.dtype), directory)
+        save_model(random_model(SHAPES[args.shape], stored_dtype(args)), directory)
         for batch in args.batch:
             emit({**compare(peers, args, batch, Path(directory)), **provenance()})
     return 0

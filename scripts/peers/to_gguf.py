@@ -57,7 +57,7 @@ def widen(tensor: np.ndarray) -> np.ndarray:
 
 
 def convert(checkpoint: Path, target: Path, dtype: str) -> None:
-    """Write `target` with matrices in `dtype` (float32, bfloat16 or float16) and vectors in float32."""
+    """Write `target` with matrices in `dtype` (float32, bfloat16, float16, or int8: Q8_0) and vectors in float32."""
     import gguf
 
     config = json.loads((checkpoint / "config.json").read_text())
@@ -82,6 +82,9 @@ def convert(checkpoint: Path, target: Path, dtype: str) -> None:
             tensor = permute(tensor, heads[part])
         if tensor.ndim == 1 or dtype == "float32":
             writer.add_tensor(gguf_name(name), widen(tensor))
+        elif dtype == "int8":
+            kind = gguf.GGMLQuantizationType.Q8_0
+            writer.add_tensor(gguf_name(name), gguf.quants.quantize(widen(tensor), kind), raw_dtype=kind)
         elif dtype == "float16":
             writer.add_tensor(gguf_name(name), widen(tensor).astype(np.float16))
         else:

@@ -12,7 +12,8 @@ from levanter_infer.axes import POSITION
 from levanter_infer.models.decoder import DecoderModel
 
 MAX_SHORTFALL = 0.05
-WIDTH = {"float32": 4, "bfloat16": 2, "float16": 2}
+WIDTH = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
+"""Bytes of a weight. With int8 each side quantizes the bfloat16 weights as it does."""
 KINDS = ("prefill", "decode")
 
 Tokens = Sequence[Sequence[int]]
@@ -53,7 +54,8 @@ def differs(ours: Tokens, theirs: Tokens, shortfalls: Mapping[str, float]) -> st
     """Why the outputs of two sides are not those of the same work; None if they are.
 
     Args:
-        shortfalls: `largest_shortfall` of either side by name, in 16 bits; empty in float32, where tokens are equal.
+        shortfalls: `largest_shortfall` of either side by name, in 8 and 16 bits; empty in float32, where tokens are
+            equal.
     """
     if [len(row) for row in ours] != [len(row) for row in theirs]:
         return "the outputs differ in length"

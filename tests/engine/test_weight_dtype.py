@@ -2,7 +2,10 @@
 
 import dataclasses
 import functools
+import subprocess
+import sys
 
+import haliax as hax
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +13,7 @@ import pytest
 from haliax import NamedArray
 
 from levanter_infer import EngineConfig, InferenceEngine, SamplingParams, generate
-from levanter_infer.axes import EXPERT
+from levanter_infer.axes import EXPERT, POSITION
 from levanter_infer.checkpoints.load import open_model
 from levanter_infer.checkpoints.save import save_model
 from levanter_infer.checkpoints.source import resolve_source
@@ -29,6 +32,7 @@ from tests.tiny_models import SIZES, tiny_model
 
 MOST_LOGPROB_DIFFERENCE = 2e-4
 """Floats that codes mean are rounded once more, and sums of float32 in another order."""
+TIED = {"tie_word_embeddings": True}
 needs_cpu = pytest.mark.skipif(not cpu.available(), reason="the C++ kernels were not built")
 
 
@@ -43,9 +47,9 @@ def meant(model: DecoderModel) -> DecoderModel:
         floats = narrow.weight.array.astype(jnp.float32) * narrow.scale.array.reshape(shape)
         return dataclasses.replace(part, weight=NamedArray(floats.astype(part.weight.dtype), part.weight.axes))
 
-    return dataclasses.replace(
-        model, stacks=jax.tree.map(one, model.stacks, is_leaf=lambda part: isinstance(part, Linear))
-    )
+    maps = jax.tree.map(one, (model.stacks, model.head), is_leaf=lambda part: isinstance(part, Linear))
+    name = "embeddings" if model.lm_head is None else "lm_head"
+    return dataclasses.replace(model, stacks=maps[0], **{name: maps[1]})
 
 
 def requests() -> list[Request]:
@@ -82,6 +86,21 @@ def test_a_weight_is_off_by_half_a_scale_at_most_and_outputs_stand_alone():
     assert (largest == MOST).all()
 
 
+def test_on_a_cpu_the_floats_of_one_layer_at_a_time_are_converted():
+    program = """
+import resource, jax, jax.numpy as jnp
+from levanter_infer.layers.quantize import quantized
+peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+jax.block_until_ready(quantized(jnp.ones((2, 8, 8), jnp.bfloat16), 1))
+weight = jax.device_put(__import__("numpy").ones((256, 512, 512), jnp.bfloat16))
+before = peak()
+jax.block_until_ready(quantized(weight, 1))
+print(peak() - before)
+"""
+    grown = float(subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout)
+    assert 60 < grown < 128 + 64, "MiB, of weights of 128 and codes of 64"
+
+
 @pytest.mark.parametrize(
     "model_type", nightly_but(["llama", "qwen3_moe", "deepseek_v2", "granitemoehybrid", "grug_moe"], served_names())
 )
@@ -107,9 +126,21 @@ def test_an_engine_gives_what_the_floats_give_that_its_weights_mean(model_type, 
     assert differs > 1e-4  # they were quantized
 
 
+@pytest.mark.parametrize("changes", [{}, TIED, {**TIED, "model_type": "gemma"}], ids=["untied", "tied", "gemma"])
+def test_the_plain_forward_over_codes_gives_what_their_floats_give(changes):
+    model = tiny_model(**changes)
+    narrow = model.prepare(model.backend, quantizes=True)
+    assert narrow.head.weight.dtype == jnp.int8 and (narrow.lm_head is None) == bool(changes)
+    tokens = hax.named(np.arange(24, dtype=np.int32) * 7 % 61, POSITION)
+    found, expected, exact = (np.asarray(each(tokens).array) for each in (narrow, meant(model), model))
+    np.testing.assert_allclose(found, expected, atol=2e-5 * np.abs(expected).max())
+    assert np.abs(found - exact).max() > 1e-3 * np.abs(expected).max()
+
+
 @pytest.mark.parametrize("model_type", ["llama", "qwen3_moe"])
-def test_routers_tables_and_norms_keep_their_dtype(model_type):
-    model = tiny_model(dtype="bfloat16", **(EXPERTS if model_type == "qwen3_moe" else {}))
+def test_routers_embeddings_and_norms_keep_their_dtype(model_type):
+    changes = EXPERTS if model_type == "qwen3_moe" else {}
+    model = tiny_model(dtype="bfloat16", **changes)
     stored = model.prepare(model.backend, quantizes=True)
     maps = [
         part
@@ -117,9 +148,10 @@ def test_routers_tables_and_norms_keep_their_dtype(model_type):
         if isinstance(part, Linear)
     ]
     narrow = [part for part in maps if part.weight.dtype == jnp.int8]
-    assert len(narrow) == 7 and all(part.scale is not None and part.dtype == jnp.bfloat16 for part in narrow)
+    assert len(narrow) == 8 and all(part.scale is not None and part.dtype == jnp.bfloat16 for part in narrow)
     others = [part.outs[0].name for part in maps if part.weight.dtype != jnp.int8]
-    assert sorted(others) == sorted(["vocab", "vocab", *([EXPERT] if model_type == "qwen3_moe" else [])])
+    assert sorted(others) == sorted(["vocab", *([EXPERT] if model_type == "qwen3_moe" else [])])
+    assert stored.lm_head.weight.dtype == jnp.int8 and stored.embeddings.dtype == jnp.bfloat16
 
 
 @needs_cpu
@@ -136,7 +168,7 @@ def test_on_a_cpu_bits_do_not_depend_on_what_else_is_in_the_batch(changes, dtype
 
 
 @needs_cpu
-@pytest.mark.parametrize("changes", [{}, EXPERTS], ids=["dense", "experts"])
+@pytest.mark.parametrize("changes", [{}, EXPERTS, TIED], ids=["dense", "experts", "tied"])
 def test_the_kernels_for_cpus_are_near_xla(changes):
     by_xla, by_kernels = (
         engine_for(tiny_model(**changes), matmul=matmul, cpu_isa=isa).generate(requests())
@@ -147,19 +179,21 @@ def test_the_kernels_for_cpus_are_near_xla(changes):
         np.testing.assert_allclose(one.completions[0].logprobs, other.completions[0].logprobs, atol=1e-3)
 
 
-def test_a_checkpoint_is_quantized_as_a_model_in_memory_and_takes_half_of_the_memory(tmp_path):
-    model = tiny_model(dtype="bfloat16", hidden_size=64, intermediate_size=192, vocab_size=64)
+@pytest.mark.parametrize("changes", [{}, TIED], ids=["untied", "tied"])
+def test_a_checkpoint_is_quantized_as_a_model_in_memory_and_takes_half_of_the_memory(changes, tmp_path):
+    model = tiny_model(dtype="bfloat16", hidden_size=64, intermediate_size=192, vocab_size=128, **changes)
     save_model(model, tmp_path)
     engines = [engine_for(given) for given in (model, open_model(resolve_source(tmp_path)))]
     assert answers(engines[0]) == answers(engines[1])
     for engine in engines:
-        wide = [leaf for leaf in jax.tree.leaves(engine.runner.model.stacks) if leaf.size >= 64 * 64]
+        stored = engine.runner.model.stacks, engine.runner.model.head
+        wide = [leaf for leaf in jax.tree.leaves(stored) if leaf.size >= 64 * 64]
         assert wide and all(leaf.dtype == jnp.int8 for leaf in wide)
-        layers = sum(leaf.size for leaf in wide)
+        codes = sum(leaf.size for leaf in wide)
         plain = engine_for(model, weight_dtype=None).stats()["weights_bytes"]
         saved = plain - engine.stats()["weights_bytes"]
-        scales = sum(leaf.size for leaf in jax.tree.leaves(engine.runner.model.stacks) if leaf.dtype == jnp.float32)
-        assert saved == layers - 4 * scales > 0.9 * layers
+        scales = sum(leaf.size for leaf in jax.tree.leaves(stored) if leaf.dtype == jnp.float32)
+        assert saved == codes - 4 * scales > 0.9 * codes
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(model))  # the caller's
 
 

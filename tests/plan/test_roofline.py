@@ -26,7 +26,7 @@ MODEL = {
     "embedding_bytes": GB,
     "head_bytes": GB,
     "itemsize": 2,
-    "layer_itemsize": 2,
+    "weight_itemsize": 2,
     "parts": 1,
 }
 FIGURES = Figures(

@@ -61,12 +61,12 @@ def with_isa(model: DecoderModel, isa: str) -> DecoderModel:
     return jax.tree.map(configured, model, is_leaf=lambda part: isinstance(part, Linear))
 
 
-def prepared_for(isas: Sequence[str], model: DecoderModel) -> dict[str, DecoderModel]:
+def prepared_for(isas: Sequence[str], model: DecoderModel, weight_dtype: str | None) -> dict[str, DecoderModel]:
     """The model prepared for each instruction set; those with panels of one width share them."""
     prepared: dict[str, DecoderModel] = {}
     for isa in isas:
         alike = next((name for name in prepared if cpu.panel_width(name) == cpu.panel_width(isa)), None)
-        config = EngineConfig(cpu_isa=isa, matmul="cpu")
+        config = EngineConfig(cpu_isa=isa, matmul="cpu", weight_dtype=weight_dtype)
         prepared[isa] = (
             with_isa(prepared[alike], isa)
             if alike is not None

@@ -30,7 +30,15 @@ from levanter_infer.bench.instruction_sets import (
 )
 from levanter_infer.bench.limits import Probe, share_of_bound
 from levanter_infer.bench.report import digest, emit, provenance, summarize
-from levanter_infer.bench.workload import add_model_arguments, amount, count, model_sizes, numbers, random_model
+from levanter_infer.bench.workload import (
+    add_model_arguments,
+    add_weight_dtype,
+    amount,
+    count,
+    model_sizes,
+    numbers,
+    random_model,
+)
 from levanter_infer.decode.programs import compile_program
 from levanter_infer.engine.backend_choice import BackendChoice
 from levanter_infer.engine.config import EngineConfig
@@ -54,6 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--repeats", type=count, default=5)
     parser.add_argument("--milliseconds", type=amount, default=100, help="of one measurement, about; default 100")
+    add_weight_dtype(parser)
     add_model_arguments(parser)
 
 
@@ -63,38 +72,35 @@ def run(args: argparse.Namespace) -> None:
     given = random_model(model_sizes(args), args.dtype)
     clock = Clock(args.repeats, args.milliseconds)
     isas = isas_in_turn(args.cpu_isa, args.dtype)
+    about_model = {"model": model_sizes(args), "dtype": args.dtype, "weight_dtype": args.weight_dtype}
     if args.limits:
         named = isas or [choose(args.cpu_isa, args.dtype).isa]
-        models, probe = prepared_for(named, given), Probe()
+        models, probe = prepared_for(named, given, args.weight_dtype), Probe()
         del given
         for isa, model in models.items():
-            config = {"model": model_sizes(args), "dtype": args.dtype, "matmul": "cpu", "cpu_isa": isa}
+            config = {**about_model, "matmul": "cpu", "cpu_isa": isa}
             for rows in args.rows:
                 for line in beside_limits(model, rows, clock, probe, multiplying_isa(isa, args.dtype)):
                     emit({"bench": "matmul", **line, "config": config, **about})
         emit({"bench": "matmul", "limits": probe.measured(), **about})
         return
     if isas is not None:
-        chosen, models = chosen_isa(given, isas), prepared_for(isas, given)
+        chosen, models = chosen_isa(given, isas), prepared_for(isas, given, args.weight_dtype)
         del given
         for rows in args.rows:
-            config = {"model": model_sizes(args), "dtype": args.dtype, "matmul": "cpu"}
+            config = {**about_model, "matmul": "cpu"}
             emit({"bench": "matmul", **compare(models, rows, clock, chosen), "config": config, **about})
         return
-    backend = BackendChoice.choose(EngineConfig(matmul=args.matmul, cpu_isa=args.cpu_isa), given, has_mods=False)
+    options = EngineConfig(matmul=args.matmul, cpu_isa=args.cpu_isa, weight_dtype=args.weight_dtype)
+    backend = BackendChoice.choose(options, given, has_mods=False)
     model = backend.prepare(given, donate=True)
     for rows in args.rows:
-        config = {
-            "model": model_sizes(args),
-            "dtype": args.dtype,
-            "matmul": backend.matmul,
-            "cpu_isa": backend.isa,
-        }
+        config = {**about_model, "matmul": backend.matmul, "cpu_isa": backend.isa}
         emit({"bench": "matmul", **measure(model, rows, clock), "config": config, **about})
 
 
 def measure(model: DecoderModel, rows: int, clock: Clock) -> dict[str, object]:
-    config, itemsize = model.config, jnp.dtype(model.dtype).itemsize
+    config, itemsize = model.config, model.head.weight.dtype.itemsize
     parameters = parameters_of(model)
     lines: dict[str, dict] = {}
     outputs: list[float] = []
@@ -144,7 +150,7 @@ def beside_limits(model: DecoderModel, rows: int, clock: Clock, probe: Probe, is
     Args:
         isa: the instruction set that multiplies.
     """
-    parameters, itemsize = parameters_of(model), jnp.dtype(model.dtype).itemsize
+    parameters, itemsize = parameters_of(model), model.head.weight.dtype.itemsize
     lines: list[dict[str, object]] = []
     for name, matmul in MATMULS.items():
         num_bytes, flops = parameters[name] * itemsize, 2 * rows * parameters[name]

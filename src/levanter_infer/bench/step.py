@@ -29,6 +29,7 @@ from levanter_infer.bench.throughput import timed_call
 from levanter_infer.bench.workload import (
     SAMPLING,
     add_model_arguments,
+    add_weight_dtype,
     count,
     model_sizes,
     numbers,
@@ -57,6 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--mode", choices=SAMPLING, default="greedy", help="sampling; default greedy")
     parser.add_argument("--cpu-isa", default="auto", help="engine.cpu_isa; default auto")
     parser.add_argument("--repeats", type=count, default=5)
+    add_weight_dtype(parser)
     add_model_arguments(parser)
 
 
@@ -77,11 +79,13 @@ def run(args: argparse.Namespace) -> None:
             attention="cpu",
             matmul="cpu",
             cpu_isa=args.cpu_isa,
+            weight_dtype=args.weight_dtype,
         )
         engine = InferenceEngine(model, config=options)
         line = measure(engine, args, batch, prompt, probe)
-        config = {"model": model_sizes(args), "dtype": args.dtype, "sampling": SAMPLING[args.mode]}
-        emit({"bench": "step", **line, "config": {**config, "cpu_isa": engine.backend.isa}, **about})
+        config = {"model": model_sizes(args), "dtype": args.dtype, "weight_dtype": args.weight_dtype}
+        config |= {"sampling": SAMPLING[args.mode], "cpu_isa": engine.backend.isa}
+        emit({"bench": "step", **line, "config": config, **about})
     emit({"bench": "step", "limits": probe.measured(), **about})
 
 
@@ -139,7 +143,7 @@ class Work:
         count = sum(each * (1 if name == "head" else layers) for name, each in parameters_of(model).items())
         head_dim = sizes["hidden"] // sizes["heads"]
         kv = batch * context * layers * 2 * sizes["kv_heads"] * head_dim * itemsize
-        return cls(count * itemsize, kv, 2 * batch * count)
+        return cls(count * model.head.weight.dtype.itemsize, kv, 2 * batch * count)
 
 
 def profiled(engine: InferenceEngine, call: Callable[[int], float], steps: int) -> dict[str, float]:

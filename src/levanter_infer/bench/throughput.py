@@ -16,6 +16,7 @@ from levanter_infer.bench.report import digest, emit, provenance, summarize
 from levanter_infer.bench.workload import (
     SAMPLING,
     add_model_arguments,
+    add_weight_dtype,
     count,
     model_sizes,
     numbers,
@@ -39,6 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--attention", default="auto", help="engine.attention; default auto")
     parser.add_argument("--matmul", default="auto", help="engine.matmul; default auto")
     add_isa_argument(parser)
+    add_weight_dtype(parser)
     add_model_arguments(parser)
 
 
@@ -53,7 +55,8 @@ def run(args: argparse.Namespace) -> None:
 
         def engine(cpu_isa: str, batch=batch, longest=longest) -> InferenceEngine:
             kernels = dict(attention=args.attention, matmul=args.matmul, cpu_isa=cpu_isa)
-            config = EngineConfig(max_seqs=batch, max_seq_len=longest, prefix_cache=False, **kernels)
+            sizes = dict(max_seqs=batch, max_seq_len=longest)
+            config = EngineConfig(prefix_cache=False, weight_dtype=args.weight_dtype, **sizes, **kernels)
             return InferenceEngine(model, config=config)
 
         if isas is None:
@@ -103,7 +106,12 @@ def compare(
                 "output": output,
                 "prefill_s": compared(short, chosen),
                 "decode_step_ms": compared(steps, chosen) if known else None,
-                "config": {"model": sizes, "dtype": args.dtype, "sampling": SAMPLING[mode]},
+                "config": {
+                    "model": sizes,
+                    "dtype": args.dtype,
+                    "weight_dtype": args.weight_dtype,
+                    "sampling": SAMPLING[mode],
+                },
                 "workload_hash": digest([prompts, mode, output]),
             }
         )

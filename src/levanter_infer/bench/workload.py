@@ -13,6 +13,7 @@ from levanter_infer.engine.request import RequestOutput
 from levanter_infer.models.config import DecoderConfig
 from levanter_infer.models.decoder import DecoderModel
 from levanter_infer.models.llama import LLAMA
+from levanter_infer.policies import WeightDtype
 
 SHAPES = {
     "tiny": dict(hidden=64, layers=2, heads=4, kv_heads=2, mlp=128, vocab=257),
@@ -71,6 +72,12 @@ def add_model_arguments(parser: argparse.ArgumentParser, shape: str = "S") -> No
     for name in SHAPES["S"]:
         group.add_argument(f"--{name.replace('_', '-')}", type=count, help="default: the shape's")
     group.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+
+
+def add_weight_dtype(parser: argparse.ArgumentParser) -> None:
+    """Add `--weight-dtype`."""
+    help = "engine.weight_dtype; default that of the model"
+    parser.add_argument("--weight-dtype", choices=[each.value for each in WeightDtype], help=help)
 
 
 def model_sizes(args: argparse.Namespace) -> dict[str, int]:

@@ -85,8 +85,8 @@ class StoredModel:
     """The model with a `jax.ShapeDtypeStruct` for every array."""
     read: Callable[..., DecoderModel]
     """`read(layout=None, quantizes=False)` reads the weights, sharded over a mesh if there is a layout, and quantizes
-    those of layers one after the other if wanted. Beside the model, the memory of the host holds one stacked parameter
-    at a time; with several hosts, the part of it for its own devices."""
+    those of layers and of the head one after the other if wanted. Beside the model, the memory of the host holds one
+    stacked parameter at a time; with several hosts, the part of it for its own devices."""
 
 
 def load_weights(

@@ -41,7 +41,7 @@ class BackendChoice:
     layout: Layout
     """Sharding of model and state over the mesh, which may have one device."""
     quantizes: bool = False
-    """Whether weights of layers are stored as int8."""
+    """Whether weights of layers and of the head are stored as int8."""
     isa_choice: Choice | None = None
     """Instruction set of the kernels for CPUs; None where they compute nothing."""
 

@@ -118,10 +118,10 @@ class Linear(eqx.Module):
         as they are, as does a map that is quantized. `donate`: the memory of this weight may be freed."""
         if self.scale is not None or any(axis.name in _FLOATS for axis in (*self.outs, *self.ins)):
             return self
-        codes, scales = quantized(self.weight.array, self.num_in)
-        _free([self.weight.array], [codes], donate)
         axes, outs = self.weight.axes, self.outs
         lead = axes[: len(axes) - self.num_in - self.num_out]
+        codes, scales = quantized(self.weight.array, self.num_in, is_stack=bool(lead))
+        _free([self.weight.array], [codes], donate)
         merged = outs[0].resize(math.prod(axis.size for axis in outs))
         scales = _reshaped(scales, tuple(axis.size for axis in (*lead, merged)))
         scale = NamedArray(scales, (*lead, merged))
@@ -189,7 +189,12 @@ class Linear(eqx.Module):
 
     def take_rows(self, indices: Array, dtype) -> Array:
         """Rows of the matrix, [..., in] of `dtype`; zeros for an index out of range. Requires: not one of a stack."""
-        return self.backend.take_rows(self.weight.array, indices, math.prod(axis.size for axis in self.ins), dtype)
+        num_ins = math.prod(axis.size for axis in self.ins)
+        if self.scale is None:
+            return self.backend.take_rows(self.weight.array, indices, num_ins, dtype)
+        codes = self.backend.take_rows(self.weight.array, indices, num_ins, jnp.float32)
+        scales = self.scale.array.at[indices].get(mode="fill", fill_value=0)
+        return (codes * scales[..., None]).astype(dtype)
 
     def __call__(self, x: NamedArray) -> NamedArray:
         """Args: x: [..., in...], the input axes last and in the order of the weight's."""
@@ -250,9 +255,17 @@ def random_weight(key: Array | None, axes: Sequence[Axis], scale: float, dtype) 
 
 
 def prepare_tables(
-    embeddings: Linear, head: Linear | None, backend: Backend, *, donate: bool = False
+    embeddings: Linear, head: Linear | None, backend: Backend, *, donate: bool = False, quantizes: bool = False
 ) -> tuple[Linear, Linear | None]:
-    """Embeddings and head, [vocab, embed] each, as `backend` reads them. Args: head: None: the embeddings are it."""
+    """Embeddings and head, [vocab, embed] each, as `backend` reads them.
+
+    Args:
+        head: None: the embeddings are it.
+        quantizes: store what `Linear.quantized` gives of the head; rows of quantized embeddings are those of its codes.
+    """
+    if quantizes and (narrow := (head or embeddings).quantized(donate=donate)) is not (head or embeddings):
+        tables = (narrow, None) if head is None else (embeddings, narrow)
+        return prepare_tables(*tables, backend, donate=donate)
     arrays = [table.weight.array for table in (embeddings, head) if table is not None]
     rows, logits = backend.store_tables(embeddings.weight.array, None if head is None else head.weight.array)
     _free(arrays, [rows] if logits is None else [rows, logits], donate)

@@ -325,15 +325,16 @@ class DecoderModel(eqx.Module):
     @property
     def is_packed(self) -> bool:
         """Whether `prepare` has packed the weights, in an order that only their backend knows."""
-        return self._head.packed_axes is not None
+        return self.head.packed_axes is not None
 
     @property
     def backend(self) -> Backend:
         """Backend that computes the matmuls."""
-        return self._head.backend
+        return self.head.backend
 
     @property
-    def _head(self) -> Linear:
+    def head(self) -> Linear:
+        """The map from hidden states to logits."""
         return self.embeddings if self.lm_head is None else self.lm_head
 
     def shard_as(self, layout: Layout) -> "DecoderModel":
@@ -365,17 +366,15 @@ class DecoderModel(eqx.Module):
         """
         if self.is_packed:
             raise ValueError("the weights are packed already; give the model as it was loaded")
-        embeddings, head = prepare_tables(self.embeddings, self.lm_head, backend, donate=donate)
-        parts = {"stacks": self.stacks, "norm": self.norm, "embedding_norm": self.embedding_norm}
         how = {"donate": donate, "quantizes": quantizes}
-        stored = jax.tree.map(
+        embeddings, head = prepare_tables(self.embeddings, self.lm_head, backend, **how)
+        stacks = jax.tree.map(
             lambda part: part.prepare(backend, **how) if isinstance(part, Linear) else part,
-            parts,
+            self.stacks,
             is_leaf=lambda part: isinstance(part, Linear),
         )
-        if self.layer_inputs is not None:
-            stored["layer_inputs"] = self.layer_inputs.prepare(backend, donate=donate)
-        return dataclasses.replace(self, embeddings=embeddings, lm_head=head, **stored)
+        inputs = self.layer_inputs and self.layer_inputs.prepare(backend, donate=donate)
+        return dataclasses.replace(self, embeddings=embeddings, lm_head=head, stacks=stacks, layer_inputs=inputs)
 
     def __call__(self, tokens: NamedArray, attention: AttentionSpec = PLAIN) -> NamedArray:
         """The plain causal forward, without a cache: for training, and as the oracle.
@@ -556,7 +555,7 @@ class DecoderModel(eqx.Module):
             num_rows: i32[], how many rows count; the others may give anything. None: all.
         Returns: f32[..., vocab], of this device's part of the vocabulary.
         """
-        head, config = self._head.at(None, num_rows), self.config
+        head, config = self.head.at(None, num_rows), self.config
         (logits,) = apply(hidden, head, norm=self.norm.at(None, num_rows), dtype=jnp.float32)
 
         def scaled(logits: NamedArray) -> NamedArray:

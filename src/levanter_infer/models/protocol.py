@@ -71,7 +71,8 @@ class Model(Protocol):
 
     def prepare(self, backend: Backend, *, donate: bool = False, quantizes: bool = False) -> Self:
         """The same model with its parameters stored as `backend` reads them. `donate`: its own arrays may be freed.
-        `quantizes`: the weights of its layers are stored as int8; a model without it has no `engine.weight_dtype`."""
+        `quantizes`: the weights of its layers and of its head are stored as int8; a model without it has no
+        `engine.weight_dtype`."""
         ...
 
     @property

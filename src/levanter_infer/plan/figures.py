@@ -141,8 +141,9 @@ def _model_sizes(spec: EngineSpec, blueprint: Blueprint) -> dict[str, Any]:
     config, layout = blueprint.types.config, blueprint.backend.layout
     parts, expert_parts = layout.model.parts, layout.experts.parts
     itemsize = blueprint.types.dtype.itemsize
-    layer_itemsize = 1 if blueprint.backend.quantizes else itemsize
-    table_bytes = config.vocab_size * config.hidden_size * itemsize // parts
+    weight_itemsize = 1 if blueprint.backend.quantizes else itemsize
+    table_size = config.vocab_size * config.hidden_size
+    table_bytes = 0 if config.tie_word_embeddings else table_size * itemsize // parts
     layer_input_bytes = config.vocab_size * config.num_layers * config.layer_input_width * itemsize // parts
     loops = [group for group in config.groups if group.trips > 1]
     return {
@@ -156,11 +157,11 @@ def _model_sizes(spec: EngineSpec, blueprint: Blueprint) -> dict[str, Any]:
         "value_dim": config.head_dim if config.value_dim is None else config.value_dim,
         "experts": config.num_experts,
         "experts_per_token": config.experts.num_chosen if config.experts else 0,
-        "expert_bytes": config.num_expert_parameters * layer_itemsize // (parts * expert_parts),
-        "embedding_bytes": (0 if config.tie_word_embeddings else table_bytes) + layer_input_bytes,
-        "head_bytes": table_bytes,
+        "expert_bytes": config.num_expert_parameters * weight_itemsize // (parts * expert_parts),
+        "embedding_bytes": table_bytes + layer_input_bytes,
+        "head_bytes": table_size * weight_itemsize // parts,
         "itemsize": itemsize,
-        "layer_itemsize": layer_itemsize,
+        "weight_itemsize": weight_itemsize,
         "parts": parts,
     }
 

@@ -221,7 +221,7 @@ class _Model:
             touched = 1 - (1 - share) ** (tokens / blocks)
         layers = figures.weights_bytes - model["embedding_bytes"] - model["head_bytes"]
         flops = 2.0 * blocks * sizes[index] * (layers - (1 - share) * model["expert_bytes"])
-        flops = flops / model["layer_itemsize"] + 2.0 * head_rows * model["head_bytes"] / model["itemsize"]
+        flops = (flops + 2.0 * head_rows * model["head_bytes"]) / model["weight_itemsize"]
         flops += self.sequences * context * self._attention_flops
         bandwidth = self.chip.memory_gbps * 1e9
         kinds = [(context, figures.page_bytes)]

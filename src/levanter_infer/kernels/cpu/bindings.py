@@ -168,12 +168,12 @@ def panel_rows(panels: Array, rows: Array, inputs: int, *, isa_name: str | None 
         rows: i32[n]
         inputs: inputs of the matrix.
         isa_name: the one that `to_panels` was given.
-    Returns: [n, inputs], f32 or u16 (the bits of bf16).
+    Returns: [n, inputs], f32, u16 (the bits of bf16) or i8.
     """
     width = panel_width(isa_name)
     num_panels, size = panels.shape
     panel, lane = rows // width, rows % width
-    if panels.dtype == jnp.float32:
+    if panels.dtype != jnp.uint16:
         apart = panels.reshape(num_panels, size // width, width)
         found = apart.at[panel, :, lane].get(mode="fill", fill_value=0)
     else:
