@@ -531,6 +531,7 @@ KINDS: dict[str, Callable[[Place], dict]] = {
     "routed": routed,
     "int8": lambda place: narrow(place, EIGHT_HEADS),
     "int8loaded": lambda place: narrow(place, EIGHT_HEADS, is_stored=True),
+    "int8tied": lambda place: narrow(place, {**EIGHT_HEADS, "tie_word_embeddings": True}, is_stored=True),
     "int8experts": lambda place: narrow(place, EXPERTS),
     "latents": lambda place: run(place, 8, LATENTS, by_head),
     "biased": lambda place: run(place, 16, BIASED),

@@ -228,6 +228,14 @@ def test_a_second_swap_compiles_nothing():
     assert not compiled
 
 
+def test_an_engine_of_a_quantized_model_says_so():
+    first = engine_for(tiny_model(), matmul="xla")
+    second = engine_for(first.model, matmul="xla", weight_dtype=None)
+    assert first.describe()["weight_dtype"] == second.describe()["weight_dtype"] == "int8"
+    assert answers(first) == answers(second)
+    assert engine_for(tiny_model(), weight_dtype=None).describe()["weight_dtype"] == "float32"
+
+
 @pytest.mark.parametrize("matmul", ["xla", "auto"])
 def test_a_quantized_model_is_not_saved(matmul, tmp_path):
     engine = engine_for(tiny_model(), matmul=matmul)
@@ -259,6 +267,15 @@ def test_on_a_mesh_they_give_the_tokens_of_one_device(mesh):
         for ours, theirs in zip(found["logprobs"], one["logprobs"], strict=True):
             np.testing.assert_allclose(ours, theirs, atol=MOST_LOGPROB_DIFFERENCE)
         assert found["weight_dtypes"] == ["float32", "int8"]
+
+
+@pytest.mark.slow
+def test_a_tied_head_on_a_mesh_gives_the_tokens_of_one_device():
+    one, *many = runs(*(f"int8tied_{mesh}" for mesh in ("one", "model2", "data2_model2", "model8"))).values()
+    for found in many:
+        assert found["tokens"] == one["tokens"]
+        for ours, theirs in zip(found["logprobs"], one["logprobs"], strict=True):
+            np.testing.assert_allclose(ours, theirs, atol=MOST_LOGPROB_DIFFERENCE)
 
 
 @pytest.mark.slow

@@ -250,6 +250,11 @@ class BackendChoice:
         how = {"quantizes": True} if self.quantizes else {}
         return model.prepare(self.matmul_backend, donate=donate, **how)
 
+    def weight_dtype(self, types) -> str:
+        """Dtype of the stored weights of a model, which may be quantized already."""
+        is_narrow = self.quantizes or any(leaf.dtype == WeightDtype.INT8 for leaf in jax.tree.leaves(types))
+        return str(WeightDtype.INT8) if is_narrow else str(types.dtype)
+
     def weights_bytes(self, types) -> int:
         """Bytes of the parameters of a model, quantized as here, without what a backend fills up or has twice."""
         stored = jax.eval_shape(lambda model: model.prepare(XLA, quantizes=True), types) if self.quantizes else types

@@ -211,7 +211,7 @@ class InferenceEngine:
             "max_seq_len": shapes.max_seq_len,
             "max_step_tokens": shapes.max_step_tokens,
             "prefix_cache": shapes.prefix_cache,
-            "weight_dtype": str(self.config.weight_dtype or self.runner.types.dtype),
+            "weight_dtype": self.backend.weight_dtype(self.runner.types),
             "kv_dtype": str(kv_dtype(self.config, self.runner.types)),
             "attention": self.backend.attention,
             "matmul": self.backend.matmul,
