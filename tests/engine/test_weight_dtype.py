@@ -20,6 +20,8 @@ from levanter_infer.checkpoints.source import resolve_source
 from levanter_infer.engine.backend_choice import BackendChoice
 from levanter_infer.engine.request import Request
 from levanter_infer.kernels.cpu import bindings as cpu
+from levanter_infer.kernels.cpu.backend import CPU
+from levanter_infer.kernels.xla.backend import XLA, XlaBackend
 from levanter_infer.layers.linear import Linear
 from levanter_infer.layers.quantize import MOST, quantized
 from levanter_infer.models.decoder import DecoderModel
@@ -86,15 +88,16 @@ def test_a_weight_is_off_by_half_a_scale_at_most_and_outputs_stand_alone():
     assert (largest == MOST).all()
 
 
-def test_on_a_cpu_the_floats_of_one_layer_at_a_time_are_converted():
-    program = """
+@pytest.mark.parametrize("shape, options", [((256, 512, 512), ""), ((2**17, 512), ", is_stack=False")])
+def test_on_a_cpu_the_floats_of_one_layer_at_a_time_are_converted(shape, options):
+    program = f"""
 import resource, jax, jax.numpy as jnp
 from levanter_infer.layers.quantize import quantized
 peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 jax.block_until_ready(quantized(jnp.ones((2, 8, 8), jnp.bfloat16), 1))
-weight = jax.device_put(__import__("numpy").ones((256, 512, 512), jnp.bfloat16))
+weight = jax.device_put(__import__("numpy").ones({shape}, jnp.bfloat16))
 before = peak()
-jax.block_until_ready(quantized(weight, 1))
+jax.block_until_ready(quantized(weight, 1{options}))
 print(peak() - before)
 """
     grown = float(subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout)
@@ -137,6 +140,38 @@ def test_the_plain_forward_over_codes_gives_what_their_floats_give(changes):
     assert np.abs(found - exact).max() > 1e-3 * np.abs(expected).max()
 
 
+@pytest.mark.parametrize("changes", [{}, TIED], ids=["untied", "tied"])
+def test_a_model_that_was_stored_as_bits_is_quantized_as_its_floats(changes):
+    backend = XlaBackend(CPU)
+    model = tiny_model(dtype="bfloat16", **changes)
+    directly = model.prepare(backend, quantizes=True)
+    later = model.prepare(backend).prepare(backend, quantizes=True)
+    assert later.head.dtype == jnp.bfloat16
+    pairs = zip(
+        jax.tree.leaves((later.stacks, later.head)), jax.tree.leaves((directly.stacks, directly.head)), strict=True
+    )
+    assert all(np.array_equal(one, other) for one, other in pairs)
+
+
+def test_weights_may_be_arrays_of_numpy():
+    model = tiny_model(dtype="bfloat16")
+    found, expected = (each.prepare(XLA, quantizes=True) for each in (jax.tree.map(np.asarray, model), model))
+    pairs = zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True)
+    assert all(np.array_equal(one, other) for one, other in pairs)
+
+
+@pytest.mark.parametrize("platform", [CPU, XLA.platform], ids=["cpu", "other"])
+def test_one_array_may_be_embeddings_and_head(platform):
+    model = tiny_model(dtype="bfloat16")
+    expected = model.prepare(XlaBackend(platform), quantizes=True)
+    table = NamedArray(jnp.array(model.lm_head.weight.array), model.lm_head.weight.axes)
+    head, lookup = (dataclasses.replace(part, weight=table) for part in (model.lm_head, model.embeddings))
+    shared = dataclasses.replace(jax.tree.map(jnp.array, model), lm_head=head, embeddings=lookup)
+    stored = shared.prepare(XlaBackend(platform), donate=True, quantizes=True)
+    assert np.array_equal(stored.lm_head.weight.array, expected.lm_head.weight.array)
+    assert np.isfinite(np.asarray(stored.embeddings.take_rows(jnp.arange(3), jnp.bfloat16)).astype(np.float32)).all()
+
+
 @pytest.mark.parametrize("model_type", ["llama", "qwen3_moe"])
 def test_routers_embeddings_and_norms_keep_their_dtype(model_type):
     changes = EXPERTS if model_type == "qwen3_moe" else {}
@@ -155,8 +190,17 @@ def test_routers_embeddings_and_norms_keep_their_dtype(model_type):
 
 
 @needs_cpu
+def test_rows_that_are_scaled_and_added_to_are_not_promised_bits(tmp_path):
+    model = load(load_case(case_of("gpt2")), tmp_path)
+    config = EngineConfig(numerics="batch_invariant", matmul="cpu")
+    BackendChoice.choose(config, model, has_mods=False)
+    with pytest.raises(ValueError, match="not possible for gpt2: XLA computes add of what was multiplied"):
+        BackendChoice.choose(dataclasses.replace(config, weight_dtype="int8"), model, has_mods=False)
+
+
+@needs_cpu
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("changes", [{}, EXPERTS], ids=["dense", "experts"])
+@pytest.mark.parametrize("changes", [{}, EXPERTS, TIED], ids=["dense", "experts", "tied"])
 def test_on_a_cpu_bits_do_not_depend_on_what_else_is_in_the_batch(changes, dtype):
     engine = engine_for(tiny_model(dtype=dtype, **changes), matmul="cpu", numerics="batch_invariant")
     together = engine.generate(requests())

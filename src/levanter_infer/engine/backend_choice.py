@@ -123,8 +123,9 @@ class BackendChoice:
                 f"attention={self.attention} on {self.platform.name}: {refusals[0]}; use default"
             )
         if self.matmul_backend.block_tokens is not None:
-            has_library = self.matmul_backend.has_library
-            place = library_matmul(model.config, model.dtype, *backends) if has_library else None
+            place = None
+            if self.matmul_backend.has_library:
+                place = library_matmul(model.config, model.dtype, *backends, quantizes=self.quantizes)
             if place is not None:
                 raise ValueError(
                     f'engine.numerics="batch_invariant" is not possible for {model.config.model_type} on a GPU: XLA '
@@ -132,7 +133,7 @@ class BackendChoice:
                     "default"
                 )
             return self
-        audit = audit_rows(model.config, model.dtype, *backends)
+        audit = audit_rows(model.config, model.dtype, *backends, quantizes=self.quantizes)
         if audit.joint is not None:
             raise ValueError(
                 f'engine.numerics="batch_invariant" is not possible for {model.config.model_type}: XLA computes '

@@ -72,9 +72,10 @@ class EngineConfig:
     """dtype of the KV cache: float32, bfloat16, float16, int8 (with a scale per head and token) or float8_e4m3fn.
     Default: that of the model's weights. The precision of the narrow ones: docs/numerics.md."""
     weight_dtype: str | None = None
-    """dtype of the weights of layers and of the head in memory: int8, with a scale for each output, is half of bfloat16
-    (weight-only quantization; docs/numerics.md). Weights are quantized while they are loaded or swapped. Default: that
-    of the model. Untied embeddings, norms and routers keep theirs."""
+    """dtype of the weights of layers and of the head in memory: int8, with a scale for each output, takes half the
+    bytes of bfloat16 (weight-only quantization; docs/numerics.md). Weights are quantized while they are loaded or
+    swapped. Default: that of the model. Untied embeddings and other tables, norms, routers and gates of shared experts,
+    and the per-head maps of latent attention keep theirs."""
     attention: str = "auto"
     """Attention implementation: auto, xla, reference; on a CPU also cpu, on an NVIDIA GPU gpu, on a TPU tpu."""
     tiles: "Tiles | None" = None

@@ -58,24 +58,29 @@ class RowAudit:
 
 
 @functools.lru_cache(maxsize=16)
-def audit_rows(config: DecoderConfig, dtype, matmul: Backend, attention: Backend) -> RowAudit:
+def audit_rows(
+    config: DecoderConfig, dtype, matmul: Backend, attention: Backend, *, quantizes: bool = False
+) -> RowAudit:
     """Trace the paged forward and look for operations whose rounding may depend on how they are compiled.
 
     Args:
         dtype: of weights and pages.
         matmul, attention: the backends, with `rows_apart`.
+        quantizes: whether weights are stored as int8.
     """
     found: dict[bool, JaxprEqn] = {}
-    for by_row, equation in _rounded(_traced(config, dtype, matmul, attention), set()):
+    for by_row, equation in _rounded(_traced(config, dtype, matmul, attention, quantizes), set()):
         found.setdefault(by_row, equation)
     joint, by_row = (described(found[each]) if each in found else None for each in (False, True))
     return RowAudit(joint, by_row)
 
 
-def library_matmul(config: DecoderConfig, dtype, matmul: Backend, attention: Backend) -> str | None:
+def library_matmul(
+    config: DecoderConfig, dtype, matmul: Backend, attention: Backend, *, quantizes: bool = False
+) -> str | None:
     """The first matmul of the paged forward that XLA leaves to a library or its own code, with its place in the source;
     None: kernels compute all. Args: as in `audit_rows`."""
-    return next(map(described, _matmuls(_traced(config, dtype, matmul, attention))), None)
+    return next(map(described, _matmuls(_traced(config, dtype, matmul, attention, quantizes))), None)
 
 
 def _matmuls(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
@@ -88,8 +93,9 @@ def _matmuls(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
                 yield from _matmuls(program)
 
 
-def _traced(config: DecoderConfig, dtype, matmul: Backend, attention: Backend) -> Jaxpr:
-    types = jax.eval_shape(lambda model: model.prepare(matmul), DecoderModel.types(config, dtype))
+def _traced(config: DecoderConfig, dtype, matmul: Backend, attention: Backend, quantizes: bool) -> Jaxpr:
+    given = DecoderModel.types(config, dtype)
+    types = jax.eval_shape(lambda model: model.prepare(matmul, quantizes=quantizes), given)
     sizes = PoolSizes(_TOKENS, _PAGE, num_slots=_ROWS, dtype=jnp.dtype(dtype), backend=attention)
     cache = jax.eval_shape(lambda: Cache.init(config.pools, sizes))
     return jax.make_jaxpr(_forward)(types, cache, jax.ShapeDtypeStruct((_TOKENS,), jnp.int32)).jaxpr

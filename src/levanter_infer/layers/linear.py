@@ -120,7 +120,7 @@ class Linear(eqx.Module):
             return self
         axes, outs = self.weight.axes, self.outs
         lead = axes[: len(axes) - self.num_in - self.num_out]
-        codes, scales = quantized(self.weight.array, self.num_in, is_stack=bool(lead))
+        codes, scales = quantized(self.weight.array, self.num_in, dtype=self.dtype, is_stack=bool(lead))
         _free([self.weight.array], [codes], donate)
         merged = outs[0].resize(math.prod(axis.size for axis in outs))
         scales = _reshaped(scales, tuple(axis.size for axis in (*lead, merged)))
@@ -263,10 +263,9 @@ def prepare_tables(
         head: None: the embeddings are it.
         quantizes: store what `Linear.quantized` gives of the head; rows of quantized embeddings are those of its codes.
     """
-    if quantizes and (narrow := (head or embeddings).quantized(donate=donate)) is not (head or embeddings):
-        tables = (narrow, None) if head is None else (embeddings, narrow)
-        return prepare_tables(*tables, backend, donate=donate)
-    arrays = [table.weight.array for table in (embeddings, head) if table is not None]
+    arrays = [table.weight.array for table in (embeddings, head) if table is not None]  # may be one
+    if quantizes:
+        embeddings, head = (embeddings.quantized(), None) if head is None else (embeddings, head.quantized())
     rows, logits = backend.store_tables(embeddings.weight.array, None if head is None else head.weight.array)
     _free(arrays, [rows] if logits is None else [rows, logits], donate)
     return embeddings.stored_as(rows, backend), None if logits is None else (head or embeddings).stored_as(

@@ -1,10 +1,12 @@
 """Quantization of the weights of linear maps to int8, with a scale for each output."""
 
 import functools
+import math
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
@@ -13,9 +15,11 @@ from levanter_infer.kernels.xla.linear import as_floats, to_bits
 
 MOST = 127
 """The largest code. -128 is not one, so that codes are as far to both sides of zero."""
+MOST_BLOCKS = 256
+"""Blocks of outputs in which a table is quantized on a CPU, at most; a power of two, as most vocabularies have many."""
 
 
-def quantized(weight: Array, num_in: int, *, is_stack: bool = True) -> tuple[Array, Array]:
+def quantized(weight: Array, num_in: int, *, dtype=None, is_stack: bool = True) -> tuple[Array, Array]:
     """Codes of weights and the scale of each output, the output's largest magnitude divided by `MOST`: a weight is off
     by at most half a scale. Codes do not depend on how the weights are sharded.
 
@@ -23,15 +27,25 @@ def quantized(weight: Array, num_in: int, *, is_stack: bool = True) -> tuple[Arr
         weight: [layers, ..., in...], or without layers; floats, traced or on devices of which each has its part of
             every layer.
         num_in: number of the last axes that are inputs.
+        dtype: of the floats, where the weight holds their bits; None: it holds the floats.
         is_stack: whether it has layers.
     Returns: i8[layers, ..., in...] and f32[layers, ...]; the scale of an output with a weight that is not finite is not
         finite.
     """
-    stack = _as_read_by_layers(weight if is_stack else weight[None])
-    _, results = jax.lax.scan(_layer(num_in, weight.dtype), None, stack)  # so that float32 is that of one layer
-    as_before = _placement(weight)
-    codes, scales = (as_before(each if is_stack else each[0]) for each in results)
-    return codes, scales
+    given = jnp.asarray(weight)
+    one_layer = _layer(num_in, jnp.dtype(dtype or given.dtype))
+    on_cpu = not isinstance(given, Tracer) and [device.platform for device in given.devices()] == ["cpu"]
+    # On a CPU, XLA converts a stack of 16-bit floats to float32 as a whole before it takes the first layer; of their
+    # bits it converts one layer at a time.
+    stored = to_bits(given) if on_cpu else given
+    reshaped = _host_reshaped if on_cpu else jnp.reshape
+    blocks = math.gcd(given.shape[0], MOST_BLOCKS) if on_cpu else 1
+    stack = stored if is_stack else reshaped(stored, (blocks, given.shape[0] // blocks, *given.shape[1:]))
+    _, (codes, scales) = jax.lax.scan(one_layer, None, stack)
+    if not is_stack:
+        codes, scales = (reshaped(each, given.shape[: each.ndim - 1]) for each in (codes, scales))
+    as_before = _placement(given)
+    return as_before(codes), as_before(scales)
 
 
 @functools.cache  # a function of its own for each call would be compiled for each weight
@@ -49,11 +63,9 @@ def _layer(num_in: int, dtype: jnp.dtype) -> Callable[[None, Array], tuple[None,
     return one
 
 
-def _as_read_by_layers(stack: Array) -> Array:
-    """The stack, or the bits of its floats on a CPU, where XLA converts a stack of 16-bit floats to float32 as a whole
-    before it takes the first layer."""
-    is_traced = isinstance(stack, Tracer)
-    return stack if is_traced or [device.platform for device in stack.devices()] != ["cpu"] else to_bits(stack)
+def _host_reshaped(array: Array, shape: tuple[int, ...]) -> Array:
+    """An array of a CPU in another shape, in the same memory: JAX would copy it."""
+    return jax.device_put(np.asarray(array).reshape(shape))
 
 
 def _placement(weight: Array) -> Callable[[Array], Array]:
