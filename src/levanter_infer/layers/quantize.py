@@ -33,13 +33,13 @@ def quantized(weight: Array, num_in: int, *, dtype=None, is_stack: bool = True) 
         finite.
     """
     given = jnp.asarray(weight)
-    one_layer = _layer(num_in, jnp.dtype(dtype or given.dtype))
-    on_cpu = not isinstance(given, Tracer) and [device.platform for device in given.devices()] == ["cpu"]
+    one_layer = _layer(num_in, jnp.dtype(given.dtype if dtype is None else dtype))
+    is_on_host = not isinstance(given, Tracer) and [device.platform for device in given.devices()] == ["cpu"]
     # On a CPU, XLA converts a stack of 16-bit floats to float32 as a whole before it takes the first layer; of their
     # bits it converts one layer at a time.
-    stored = to_bits(given) if on_cpu else given
-    reshaped = _host_reshaped if on_cpu else jnp.reshape
-    blocks = math.gcd(given.shape[0], MOST_BLOCKS) if on_cpu else 1
+    stored = to_bits(given) if is_on_host else given
+    reshaped = _host_reshaped if is_on_host else jnp.reshape
+    blocks = math.gcd(given.shape[0], MOST_BLOCKS) if is_on_host else 1
     stack = stored if is_stack else reshaped(stored, (blocks, given.shape[0] // blocks, *given.shape[1:]))
     _, (codes, scales) = jax.lax.scan(one_layer, None, stack)
     if not is_stack:

@@ -368,13 +368,14 @@ class DecoderModel(eqx.Module):
             raise ValueError("the weights are packed already; give the model as it was loaded")
         how = {"donate": donate, "quantizes": quantizes}
         embeddings, head = prepare_tables(self.embeddings, self.lm_head, backend, **how)
-        stacks = jax.tree.map(
+        parts = {"stacks": self.stacks, "norm": self.norm, "embedding_norm": self.embedding_norm}  # with gates of norms
+        stored = jax.tree.map(
             lambda part: part.prepare(backend, **how) if isinstance(part, Linear) else part,
-            self.stacks,
+            parts,
             is_leaf=lambda part: isinstance(part, Linear),
         )
         inputs = self.layer_inputs and self.layer_inputs.prepare(backend, donate=donate)
-        return dataclasses.replace(self, embeddings=embeddings, lm_head=head, stacks=stacks, layer_inputs=inputs)
+        return dataclasses.replace(self, embeddings=embeddings, lm_head=head, layer_inputs=inputs, **stored)
 
     def __call__(self, tokens: NamedArray, attention: AttentionSpec = PLAIN) -> NamedArray:
         """The plain causal forward, without a cache: for training, and as the oracle.
