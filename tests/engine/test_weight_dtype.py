@@ -35,6 +35,7 @@ from tests.tiny_models import SIZES, tiny_model
 MOST_LOGPROB_DIFFERENCE = 2e-4
 """Floats that codes mean are rounded once more, and sums of float32 in another order."""
 TIED = {"tie_word_embeddings": True}
+DENSE = pytest.param({}, id="dense")
 TIED_NIGHTLY = pytest.param(TIED, marks=pytest.mark.slow, id="tied")
 needs_cpu = pytest.mark.skipif(not cpu.available(), reason="the C++ kernels were not built")
 
@@ -68,6 +69,11 @@ def engine_for(model, **config) -> InferenceEngine:
     return InferenceEngine(model, config=EngineConfig(**{**SIZES, "weight_dtype": "int8", **config}))
 
 
+def assert_equal(found, expected) -> None:
+    pairs = zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True)
+    assert all(np.array_equal(one, other) for one, other in pairs)
+
+
 def answers(engine: InferenceEngine) -> list[tuple[list[int], bytes]]:
     """Tokens, and the bits of their log probabilities."""
     outputs = engine.generate(requests())
@@ -92,11 +98,11 @@ def test_a_weight_is_off_by_half_a_scale_at_most_and_outputs_stand_alone():
 @pytest.mark.parametrize("shape, options", [((256, 512, 512), ""), ((2**17, 512), ", is_stack=False")])
 def test_on_a_cpu_the_floats_of_one_layer_at_a_time_are_converted(shape, options):
     program = f"""
-import jax, jax.numpy as jnp, pathlib, re
+import jax, jax.numpy as jnp, numpy as np, pathlib, re
 from levanter_infer.layers.quantize import quantized
 peak = lambda: int(re.search(r"VmHWM:\\s+(\\d+) kB", pathlib.Path("/proc/self/status").read_text())[1]) / 1024
 jax.block_until_ready(quantized(jnp.ones((2, 8, 8), jnp.bfloat16), 1))
-weight = jax.device_put(__import__("numpy").ones({shape}, jnp.bfloat16))
+weight = jax.device_put(np.ones({shape}, jnp.bfloat16))
 before = peak()
 jax.block_until_ready(quantized(weight, 1{options}))
 print(peak() - before)
@@ -146,17 +152,12 @@ def test_a_model_that_was_stored_as_bits_is_quantized_as_its_floats(changes):
     directly = model.prepare(backend, quantizes=True)
     later = model.prepare(backend).prepare(backend, quantizes=True)
     assert later.head.dtype == jnp.bfloat16
-    pairs = zip(
-        jax.tree.leaves((later.stacks, later.head)), jax.tree.leaves((directly.stacks, directly.head)), strict=True
-    )
-    assert all(np.array_equal(one, other) for one, other in pairs)
+    assert_equal(*((each.stacks, each.head) for each in (later, directly)))
 
 
 def test_weights_may_be_arrays_of_numpy():
     model = tiny_model(dtype="bfloat16")
-    found, expected = (each.prepare(XLA, quantizes=True) for each in (jax.tree.map(np.asarray, model), model))
-    pairs = zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True)
-    assert all(np.array_equal(one, other) for one, other in pairs)
+    assert_equal(*(each.prepare(XLA, quantizes=True) for each in (jax.tree.map(np.asarray, model), model)))
 
 
 @pytest.mark.parametrize("platform", [CPU, XLA.platform], ids=["cpu", "other"])
@@ -199,7 +200,7 @@ def test_rows_that_are_scaled_and_added_to_are_not_promised_bits(tmp_path):
 
 @needs_cpu
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("changes", [{}, EXPERTS, TIED_NIGHTLY])
+@pytest.mark.parametrize("changes", [DENSE, pytest.param(EXPERTS, id="experts"), TIED_NIGHTLY])
 def test_on_a_cpu_bits_do_not_depend_on_what_else_is_in_the_batch(changes, dtype):
     engine = engine_for(tiny_model(dtype=dtype, **changes), matmul="cpu", numerics="batch_invariant")
     together = engine.generate(requests())
@@ -222,7 +223,7 @@ def test_the_kernels_for_cpus_are_near_xla(changes):
         np.testing.assert_allclose(one.completions[0].logprobs, other.completions[0].logprobs, atol=1e-3)
 
 
-@pytest.mark.parametrize("changes", [{}, TIED_NIGHTLY])
+@pytest.mark.parametrize("changes", [DENSE, TIED_NIGHTLY])
 def test_a_checkpoint_is_quantized_as_a_model_in_memory_and_takes_half_of_the_memory(changes, tmp_path):
     model = tiny_model(dtype="bfloat16", hidden_size=64, intermediate_size=192, vocab_size=128, **changes)
     save_model(model, tmp_path)

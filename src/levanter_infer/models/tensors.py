@@ -285,9 +285,8 @@ def quantize_parameter(model: DecoderModel, path: str) -> DecoderModel:
     """`model` with the map of layers, or the head, quantized whose weight is at `path`, if it is one; its own weight is
     freed."""
     part, _ = _resolve(model, path)
-    if not (path.endswith(".weight") and isinstance(part, Linear)):
-        return model
-    if not (path.startswith(("layers.", "stacks.")) or part is model.head):
+    is_weight = path.endswith(".weight") and isinstance(part, Linear)
+    if not is_weight or not (path.startswith(("layers.", "stacks.")) or part is model.head):
         return model
     return eqx.tree_at(lambda tree: _resolve(tree, path)[0], model, part.quantized(donate=True))
 

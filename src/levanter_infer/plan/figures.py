@@ -143,7 +143,7 @@ def _model_sizes(spec: EngineSpec, blueprint: Blueprint) -> dict[str, Any]:
     itemsize = blueprint.types.dtype.itemsize
     weight_itemsize = 1 if blueprint.backend.quantizes else itemsize
     table_size = config.vocab_size * config.hidden_size
-    table_bytes = 0 if config.tie_word_embeddings else table_size * itemsize // parts
+    untied_bytes = 0 if config.tie_word_embeddings else table_size * itemsize // parts
     layer_input_bytes = config.vocab_size * config.num_layers * config.layer_input_width * itemsize // parts
     loops = [group for group in config.groups if group.trips > 1]
     return {
@@ -158,7 +158,7 @@ def _model_sizes(spec: EngineSpec, blueprint: Blueprint) -> dict[str, Any]:
         "experts": config.num_experts,
         "experts_per_token": config.experts.num_chosen if config.experts else 0,
         "expert_bytes": config.num_expert_parameters * weight_itemsize // (parts * expert_parts),
-        "embedding_bytes": table_bytes + layer_input_bytes,
+        "embedding_bytes": untied_bytes + layer_input_bytes,
         "head_bytes": table_size * weight_itemsize // parts,
         "itemsize": itemsize,
         "weight_itemsize": weight_itemsize,
