@@ -8,7 +8,7 @@ import numpy as np
 from tests.golden_cases import GOLDEN_DIR, unit_noise
 
 MODEL = "llama_tied"
-"""Whose weights `golden_cases.make_weights` rebuilds."""
+"""The model, whose weights `golden_cases.make_weights` rebuilds."""
 MAX_TOKENS = 14
 ENDS = (80, 208, 189)
 """Tokens that end a hypothesis, unless a case says otherwise."""

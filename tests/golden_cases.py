@@ -114,6 +114,11 @@ class GoldenCase:
         """The tokens of each prompt and of its greedy continuation, i32."""
         return [np.concatenate([p.tokens, p.greedy[:-1]]).astype(np.int32) for p in self.prompts]
 
+    @property
+    def depends_on_length(self) -> bool:
+        """Whether rotary frequencies depend on the length of the whole sequence, so that it must not be padded."""
+        return (self.config.get("rope_scaling") or {}).get("rope_type") in ("dynamic", "longrope")
+
 
 def relative_errors(got: np.ndarray, want: np.ndarray) -> np.ndarray:
     """The differences of logits, as a part of the largest one, in one row."""

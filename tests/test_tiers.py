@@ -13,7 +13,7 @@ SLOW = re.compile(r"mark\.slow|nightly_but\(")
 
 
 def nightly_checks() -> list[tuple[list[str], list[str]]]:
-    """Of each check of slow tests, the paths that it runs and those that it leaves out."""
+    """The paths that each check of slow tests runs, and those that it leaves out."""
     text = (ROOT / ".ci" / "nightly").read_text()
     words = [check.split() for check in re.findall(r'^  ".*\|\$slow (.*)"$', text, re.MULTILINE)]
     assert len(words) > 10

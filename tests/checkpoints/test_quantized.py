@@ -252,7 +252,7 @@ def test_a_device_reads_its_rows(tmp_path):
 
 
 def test_experts_in_one_tensor(tmp_path):
-    """Of transformers 5: [expert, ., .] of float8, with scales of blocks or of experts."""
+    """The format of transformers 5: [expert, ., .] of float8, with scales of blocks or of experts."""
     rng = np.random.default_rng(0)
     codes = rng.integers(0, 120, (3, 32, 24), dtype=np.uint8)
     values = codes.view(ml_dtypes.float8_e4m3fn).astype(np.float32)

@@ -80,8 +80,8 @@ class WindowedTables(Tables):
 @pytest.mark.parametrize(
     "tables, examples",
     nightly_but(
-        [(Tables, 200), (WindowedTables, 50)],
-        [(Tables, 200), (Tables, 400), (WindowedTables, 50), (WindowedTables, 100)],
+        [(Tables, 100), (WindowedTables, 25)],
+        [(Tables, 100), (Tables, 400), (WindowedTables, 25), (WindowedTables, 100)],
     ),
 )
 def test_device_tables_equal_the_model_under_random_operations(tables, examples):

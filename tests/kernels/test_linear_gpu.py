@@ -44,7 +44,7 @@ def test_matmul_equal_numpy(rows, ins, outs, dtype):
 
 
 def test_weights_of_int8_have_the_bits_of_floats_and_a_factor():
-    """Of a power of two, which rounds nothing: alone, with a residual and as a gated pair."""
+    """The factor is a power of two, which rounds nothing: alone, with a residual and as a gated pair."""
     rng = np.random.default_rng(0)
     x, _ = problem(40, 72, (33,))
     codes = [jnp.asarray(rng.integers(-127, 128, (LAYERS, 33, 72)), jnp.int8) for _ in range(2)]

@@ -104,8 +104,8 @@ def test_a_step_of_several_grid_steps_is_lowered(q_heads, kv_heads):
 @pytest.mark.parametrize("tokens, steps", [(16, 1), (32, 1), (64, 2), (80, 1), (192, 2), (512, 2), (1536, 4), (9, 1)])
 def test_two_cores_share_the_tokens_of_a_step_if_both_have_enough(monkeypatch, tokens, steps):
     monkeypatch.setattr(kv_write, "cores_of", lambda generation: 2)
-    pool = jnp.zeros((1, 4, 4, 16, 128), jnp.bfloat16)
-    plan = kv_write.WritePlan.of(pool, jnp.zeros(tokens, jnp.int32))
+    pool, dests = (jax.ShapeDtypeStruct(*each) for each in (((1, 4, 4, 16, 128), jnp.bfloat16), ((tokens,), jnp.int32)))
+    plan = jax.eval_shape(kv_write.WritePlan.of, pool, dests)
     assert plan.groups.shape == (steps,)
 
 

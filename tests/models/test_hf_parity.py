@@ -35,7 +35,6 @@ CASES = case_names()
 LONG_ROPE_CASES = ("llama_longrope", "phi3_tied", "phimoe_tied")
 """Ropes that take their frequencies from the engine's max_seq_len. Of every family tests/engine/test_families.py has a
 case."""
-LENGTH_DEPENDENT = ("dynamic", "longrope")  # rope scalings that look at the length of the whole sequence
 
 
 def one_per_family() -> list:
@@ -68,7 +67,7 @@ def _forward(model, tokens):
 def uncached_logits(model, case: GoldenCase) -> list[np.ndarray]:
     """Per prompt, f32[P + greedy - 1, vocab] of the uncached forward over prompt and golden continuation."""
     sequences = case.sequences
-    if (case.config.get("rope_scaling") or {}).get("rope_type") in LENGTH_DEPENDENT:
+    if case.depends_on_length:
         return [np.asarray(_forward(model, hax.named(tokens, POSITION))) for tokens in sequences]
     longest = max(len(tokens) for tokens in sequences)
     padded = np.stack([np.pad(tokens, (0, longest - len(tokens))) for tokens in sequences])

@@ -85,7 +85,7 @@ class Change:
 
 @dataclass(frozen=True)
 class Place:
-    """What the tensors of an adapter are to a model."""
+    """Where the tensors of an adapter belong in a model."""
 
     own_names: Callable[[Iterable[str]], Mapping[str, str]]
     """As `Family.own_names`, for this config.json."""
@@ -210,7 +210,7 @@ class _Config:
 
     alpha: float
     alphas: Mapping[str, float]
-    """Of modules whose name, or its end after a dot, is this."""
+    """Alpha of the modules whose name, or its end after a dot, is the key."""
     by_root: bool
     """Whether s is alpha / sqrt(r)."""
 

@@ -182,8 +182,8 @@ class LinearCall:
     """Whether the two weights are a gate and its partner, without a residual: the one result is `silu(first) · second`,
     of their results in `dtype`. Only for backends that fuse it."""
     scales: Sequence[Array] = ()
-    """Of weights of int8: f32[out] each, with the leading axis of its weight, the factors of the sums; empty: the
-    weights are floats."""
+    """Factors of the sums of weights of int8: f32[out] each, with the leading axis of its weight. Empty: the weights
+    are floats."""
 
 
 @dataclass(frozen=True)

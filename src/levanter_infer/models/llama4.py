@@ -124,7 +124,7 @@ LLAMA4_TENSORS = expert_tensors(
     shared="shared_expert",
 )
 BY_EXPERT = tensors_by_expert(_EXPERTS)
-"""Of quantized files."""
+"""Names of the experts' tensors in quantized files."""
 LLAMA4 = Family(
     "llama4_text", "Llama4ForCausalLM", config_from_hf, config_to_hf, LLAMA4_TENSORS, alternatives=BY_EXPERT
 )

@@ -332,7 +332,7 @@ def bitsandbytes_int8(module: Module) -> DequantizedTensor:
 
 @dataclass(frozen=True)
 class _State:
-    """What bitsandbytes stores of a matrix as JSON."""
+    """The JSON that bitsandbytes stores beside a matrix."""
 
     shape: tuple[int, int]
     size: int

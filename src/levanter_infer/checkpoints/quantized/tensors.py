@@ -33,7 +33,7 @@ class DequantizedTensor(StoredTensor):
     stop: int
     """The rows of the whole tensor that this one is."""
     within: tuple[int, int] | None = None
-    """Of an entry of the first axis, without which its shape is: its rows."""
+    """The rows of one entry of the first axis, which `shape` then leaves out. None: whole entries."""
 
     @staticmethod
     def of(
@@ -131,7 +131,7 @@ class Scales:
     """Scales and zero points of a matrix [out, in]: each value belongs to a block of the matrix."""
 
     shape: tuple[int, int]
-    """Of the arrays of values."""
+    """Shape of the arrays of scales and of zero points."""
     block: tuple[int, int]
     """Rows and columns of a block. The last ones may be smaller."""
 
