@@ -11,13 +11,13 @@ if TYPE_CHECKING:
     from levanter_infer.decode.generate import GenerateOutput as GenerateOutput
     from levanter_infer.engine.async_engine import AsyncEngine as AsyncEngine
     from levanter_infer.engine.async_engine import QueueFull as QueueFull
-    from levanter_infer.engine.async_engine import Update as Update
     from levanter_infer.engine.config import EngineConfig as EngineConfig
     from levanter_infer.engine.continuation import continuation as continuation
     from levanter_infer.engine.continuation import joined as joined
     from levanter_infer.engine.engine import InferenceEngine as InferenceEngine
     from levanter_infer.engine.params import SamplingParams as SamplingParams
     from levanter_infer.engine.pure import generate as generate
+    from levanter_infer.engine.reader import Update as Update
     from levanter_infer.engine.request import Completion as Completion
     from levanter_infer.engine.request import Request as Request
     from levanter_infer.engine.request import RequestOutput as RequestOutput
@@ -30,7 +30,7 @@ _WHERE = {
     "load_model": "checkpoints.load",
     "AsyncEngine": "engine.async_engine",
     "QueueFull": "engine.async_engine",
-    "Update": "engine.async_engine",
+    "Update": "engine.reader",
     "EngineConfig": "engine.config",
     "continuation": "engine.continuation",
     "joined": "engine.continuation",

@@ -317,6 +317,15 @@ def test_a_prompt_of_a_megabyte_does_not_hold_up_streams():
     assert beside_s < 0.2 * seconds
 
 
+def test_a_request_without_an_id_gets_one_that_no_other_has(engine):
+    async def test(server):
+        named = dataclasses.replace(request(0, 9), id="1")
+        calls = [server.generate(each) for each in (named, request(1, 9), request(2, 9))]
+        return [output.completions[0].token_ids for output in await asyncio.gather(*calls)]
+
+    assert run(engine, test) == alone(engine, [request(seed, 9) for seed in range(3)])
+
+
 def test_a_closed_stream_ends_its_request(engine):
     async def test(server):
         stream = server.stream(request(1, 50))

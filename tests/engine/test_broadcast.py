@@ -3,13 +3,43 @@
 import json
 import statistics
 
+import jax
+import numpy as np
 import pytest
+from jax.experimental import multihost_utils
 
+from levanter_infer.engine.broadcast import received_weights
+from levanter_infer.engine.config import EngineConfig
+from levanter_infer.engine.engine import InferenceEngine
+from levanter_infer.engine.params import SamplingParams
 from tests.pairs import Processes, free_port
+from tests.runtime.key_value_stores import several
+from tests.tiny_models import SIZES, tiny_model
 
 SWAPS, SETTLED = 100, 20
 KEPT = 8 << 20
 """Bytes by which malloc's and XLA's own memory grows over 80 swaps, at most. One model has 13 MB."""
+
+
+@pytest.mark.parametrize("weight_dtype", [None, "int8"])
+def test_an_engine_samples_from_what_it_received_as_from_a_model_of_this_process(monkeypatch, weight_dtype):
+    config = EngineConfig(**SIZES, matmul="xla", weight_dtype=weight_dtype)
+    sent, sampling = tiny_model(1), SamplingParams(max_tokens=9, temperature=0.0)
+    leaves = iter(jax.tree.leaves(sent))
+
+    def receive(zeros):
+        leaf = np.asarray(next(leaves))
+        assert (leaf.shape, leaf.dtype) == (zeros.shape, zeros.dtype)
+        return leaf
+
+    monkeypatch.setattr(multihost_utils, "broadcast_one_to_all", receive)  # there is no other process
+    engine = InferenceEngine(tiny_model(), config=config)
+    engine.swap_weights(received_weights(engine, several(1)[0]))
+    assert next(leaves, None) is None
+    found, expected = (
+        each.generate([5, 6, 7], sampling)[0].completions[0] for each in (engine, InferenceEngine(sent, config=config))
+    )
+    assert found.token_ids == expected.token_ids and found.logprobs.tobytes() == expected.logprobs.tobytes()
 
 
 @pytest.mark.slow

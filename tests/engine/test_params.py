@@ -275,7 +275,7 @@ def test_columns_hold_what_was_asked():
         logit_bias={7: 1.5, 99: -3.0},
         stop_token_ids=[[1, 2, 3], 9],
     )
-    columns.set(1, params, seed=0x0123456789ABCDEF, sample_index=3, eos_token_ids=(9, 11, 100))
+    columns.set(1, params, seed=0x0123456789ABCDEF, sample_index=3, first_sample=2, eos_token_ids=(9, 11, 100))
     row = {name: column[1] for name, column in sampling_table(columns).columns.items()}
     assert {name: row[name].item() for name in row if row[name].ndim == 0} == {
         "temperature": 0.5,
@@ -286,6 +286,7 @@ def test_columns_hold_what_was_asked():
         "presence_penalty": -0.5,
         "repetition_penalty": 1.5,
         "sample_index": 3,
+        "first_sample": 2,
         "min_tokens": 2,
         "num_logprobs": 4,
     }

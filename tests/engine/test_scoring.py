@@ -104,6 +104,15 @@ def test_scores_are_those_of_the_uncached_forward(name, request):
             check(ids, logprobs)
 
 
+@pytest.mark.parametrize("n", [1, 3])
+def test_samples_that_are_drawn_again_have_the_scores_of_their_own_prompt(engine, n):
+    for seed in range(6):  # in slots that held other prompts
+        params = SamplingParams(max_tokens=2, n=n, prompt_logprobs=0)
+        asked = Request(prompt_token_ids=text(13, seed=seed), sampling=params, first_sample=5)
+        (output,) = engine.generate([asked])
+        check(text(13, seed=seed), output.prompt_logprobs)
+
+
 @pytest.mark.parametrize("name, count", nightly_but([("engine", 1)], [("engine", 1), ("other", 3), ("other", 2)]))
 def test_the_likeliest_tokens_are_those_of_the_uncached_forward(name, count, request):
     ids = text(21, seed=3)

@@ -187,6 +187,20 @@ def test_an_engine_that_admits_nothing_refuses_calls_that_would_wait_for_ever(en
     assert len(waiting.sequences[0].token_ids) == 12
 
 
+def test_dropped_weights_may_come_back_under_their_number_and_scoring_waits_for_waking(engine):
+    version, ids = engine.version, text(9)
+    (before,) = engine.generate([request(ids, temperature=0.0)])
+    with pytest.raises(ValueError, match="names the weights in use"):
+        engine.swap_weights(tiny_model(1), version=version)
+    engine.sleep(drop_weights=True)
+    with pytest.raises(RuntimeError, match=r"compiled .*the engine sleeps; call wake\(\) first"):
+        engine.submit(request(ids, max_tokens=0, prompt_logprobs=0))
+    engine.swap_weights(tiny_model(), version=version)
+    engine.wake()
+    (after,) = engine.generate([request(ids, temperature=0.0)])
+    assert after.completions[0].token_ids == before.completions[0].token_ids and engine.version == version
+
+
 def test_weights_are_dropped_and_others_brought_before_or_after_waking(engine):
     group = engine.submit(request(text(9), temperature=0.0))
     while len(group.sequences[0].token_ids) < 4:

@@ -298,6 +298,8 @@ def test_a_logits_mod_sees_the_history_and_has_a_memory(model, engine):
                 assert [token == colon for token in completion.token_ids][::3] == [True] * 7
     with pytest.raises(ValueError, match="does not apply the engine's logits_mod"):
         modified.submit(PROMPT, SamplingParams(num_beams=2))
+    with pytest.raises(ValueError, match="num_continued_tokens=1: the engine's logits_mod tells"):
+        modified.submit(Request(prompt_token_ids=[5, 6, 7], num_continued_tokens=1))
 
 
 def test_a_fork_has_no_constraint_of_the_sample_that_had_its_slot_before(engine):

@@ -17,7 +17,8 @@ import openai
 import pytest
 
 from levanter_infer import Request, SamplingParams
-from levanter_infer.engine.async_engine import QueueFull, Update
+from levanter_infer.engine.async_engine import QueueFull
+from levanter_infer.engine.reader import Update
 from levanter_infer.io.openai import Answers
 from levanter_infer.io.prompts import RowParser
 from levanter_infer.serve.answers import Events
@@ -377,6 +378,9 @@ def test_other_endpoints(served):
     get = {path: httpx.get(f"{served.url}{path}") for path in ("/health", "/metrics", "/v1/models", "/", "/version")}
     assert {path: each.status_code for path, each in get.items()} == dict.fromkeys(get, 200)
     assert [model["id"] for model in get["/v1/models"].json()["data"]] == ["tiny", "other"]
+    assert httpx.get(f"{served.url}/v1/models/other").json() == get["/v1/models"].json()["data"][1]
+    missing = httpx.get(f"{served.url}/v1/models/org/none")
+    assert missing.status_code == 404 and "no model 'org/none'; there are: tiny, other" in missing.text
     assert "generated_tokens_total" in get["/metrics"].text and "<script" not in get["/"].text
     assert httpx.get(f"{served.url}/v1/nosuch").status_code == 404
     assert httpx.get(f"{served.url}/v1/completions").status_code == 405

@@ -34,7 +34,9 @@ class SamplingTable(eqx.Module):
     seed: UInt32[Array, "seq seed_word"]
     """A 64-bit seed, high word first."""
     sample_index: Int32[Array, " seq"]
-    """Sample index, below the request's `n`."""
+    """Sample index, from `first_sample` on."""
+    first_sample: Int32[Array, " seq"]
+    """Index of the first sample of the request."""
     min_tokens: Int32[Array, " seq"]
     """Generated tokens before which no stop sequence ends the sequence."""
     num_logprobs: Int32[Array, " seq"]
@@ -97,6 +99,7 @@ _SCALAR_COLUMNS = (
     "presence_penalty",
     "repetition_penalty",
     "sample_index",
+    "first_sample",
     "min_tokens",
     "num_logprobs",
 )

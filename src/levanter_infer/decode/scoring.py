@@ -52,7 +52,8 @@ def copy_scores(scores: ScorePages | None, source: Array, target: Array) -> Scor
 
 def scored_slots(state: DecodeState) -> Array:
     """Slots whose prompts are scored, bool[seq]: of the samples of one request, the first one's."""
-    return is_scored_root(state.sequences.roots) & (state.sampling.sample_index == 0)
+    sampling = state.sampling
+    return is_scored_root(state.sequences.roots) & (sampling.sample_index == sampling.first_sample)
 
 
 def may_insert(state: DecodeState, filled: Array, shapes: Shapes) -> Array:

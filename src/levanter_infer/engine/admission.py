@@ -82,7 +82,12 @@ class HostAdmission:
         for name, value in values.items():
             self._pieces[name][rank, piece] = value
         self._sampling.set(
-            (rank, piece), request.params, seed=request.seed, sample_index=sample.number, eos_token_ids=eos_token_ids
+            (rank, piece),
+            request.params,
+            seed=request.seed,
+            sample_index=sample.number,
+            first_sample=request.first_sample,
+            eos_token_ids=eos_token_ids,
         )
         if self._constraints:
             self._constraints["guided"][rank, piece] = sample.guide is not None
@@ -181,6 +186,7 @@ class SamplingColumns:
             "presence_penalty": np.zeros(lead, np.float32),
             "repetition_penalty": np.ones(lead, np.float32),
             "sample_index": np.zeros(lead, np.int32),
+            "first_sample": np.zeros(lead, np.int32),
             "min_tokens": np.zeros(lead, np.int32),
             "num_logprobs": np.zeros(lead, np.int32),
             "seed": np.zeros((*lead, 2), np.uint32),
@@ -197,6 +203,7 @@ class SamplingColumns:
         *,
         seed: int,
         sample_index: int,
+        first_sample: int = 0,
         eos_token_ids: Sequence[int],
     ) -> None:
         """Write one sequence. Each end-of-sequence id is a stop sequence of one token unless `ignore_eos`.
@@ -205,6 +212,7 @@ class SamplingColumns:
             entry: index of the entry.
             seed: 0 to 2^64 - 1.
             sample_index: which of the request's samples.
+            first_sample: the index of the request's first sample.
         Requires: `validate_sampling(params)` passed with the sizes of this object's limits.
         """
         columns, vocab = self.columns, self.limits.vocab_size
@@ -214,7 +222,7 @@ class SamplingColumns:
         # A value just below 1 may round to 1, which is off; one that rounds to 0 would keep nothing
         columns["top_p"][entry] = max(np.float32(params.top_p), np.finfo(np.float32).tiny)
         columns["top_k"][entry] = min(params.top_k or 0, vocab)
-        columns["sample_index"][entry] = sample_index
+        columns["sample_index"][entry], columns["first_sample"][entry] = sample_index, first_sample
         columns["min_tokens"][entry] = params.min_tokens
         columns["num_logprobs"][entry] = params.logprobs or 0
         columns["seed"][entry] = (seed >> 32, seed & 0xFFFFFFFF)

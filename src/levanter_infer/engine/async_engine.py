@@ -2,7 +2,7 @@
 
 A request goes from thread to thread: `_enter` and `_compile` (the caller's, which waits for one that compiles its
 constraint), `_prepare` (the intake thread: a text of any length becomes tokens while rounds go on), `_submit`, `_take`
-and `_end` (the owner thread), `_Reader.deliver` (the caller's). Whatever waits for the owner thread waits with an
+and `_end` (the owner thread), `Reader.deliver` (the caller's). Whatever waits for the owner thread waits with an
 `Answer`.
 """
 
@@ -24,7 +24,8 @@ import numpy as np
 from levanter_infer.engine.engine import InferenceEngine
 from levanter_infer.engine.metrics import Registry
 from levanter_infer.engine.params import SamplingParams
-from levanter_infer.engine.request import Request, RequestOutput, as_request, equal_fields, first_and_last, refused
+from levanter_infer.engine.reader import Reader, Update, deliver, last_update
+from levanter_infer.engine.request import Request, RequestOutput, as_request, refused
 from levanter_infer.engine.request_state import RequestState, SampleState
 from levanter_infer.engine.wait_time import WaitTime
 from levanter_infer.policies import FinishReason
@@ -47,84 +48,13 @@ class QueueFull(RuntimeError):
         return type(self), (self.max_waiting, self.retry_after)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Update:
-    """Output of one sample of a request since its last update. Deltas that have not been read yet are merged."""
-
-    request_id: str
-    index: int
-    """Sample index."""
-    token_ids: list[int]
-    """The new tokens."""
-    text: str | None
-    """The new text; what may yet become part of a stop string is held back. None without a tokenizer."""
-    logprobs: np.ndarray
-    """f32, one per new token, as in `Completion`; so are the next three."""
-    processed_logprobs: np.ndarray
-    top_logprobs: list[dict[int, float]] | None
-    token_versions: np.ndarray
-    num_prompt_tokens: int = 0
-    """Tokens of the request's prompt."""
-    finish_reason: str | None = None
-    """Set with the last tokens of the sample."""
-    stop_reason: str | int | tuple[int, ...] | None = None
-    output: RequestOutput | None = None
-    """Set in the last update of the whole request; a refused request has this one only, with `output.error`."""
-    prompt_token_ids: list[int] = dataclasses.field(default_factory=list)
-    seed: int | None = None
-    """As in `Completion`; None for a refused request."""
-
-    __eq__ = equal_fields
-
-    @property
-    def version_range(self) -> tuple[int, int] | None:
-        """The versions of its first and its last token; None without tokens."""
-        return first_and_last(self.token_versions)
-
-    def merged(self, later: "Update") -> "Update":
-        """This update and the next one of the same sample as one."""
-        return dataclasses.replace(
-            later,
-            token_ids=self.token_ids + later.token_ids,
-            text=None if later.text is None else (self.text or "") + later.text,
-            logprobs=np.concatenate([self.logprobs, later.logprobs]),
-            processed_logprobs=np.concatenate([self.processed_logprobs, later.processed_logprobs]),
-            top_logprobs=None if later.top_logprobs is None else (self.top_logprobs or []) + later.top_logprobs,
-            token_versions=np.concatenate([self.token_versions, later.token_versions]),
-        )
-
-
-class _Reader:
-    """The end of a request in its event loop: updates that wait to be read, one per sample at most."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop):
-        self.loop = loop
-        self.pending: dict[int, Update] = {}
-        self.output: RequestOutput | None = None
-        self.error: BaseException | None = None
-        self.ready = asyncio.Event()
-        self.leaves = asyncio.Event()
-        """Set where the request ends, or is to end, so that nothing more is to be compiled for it."""
-
-    def deliver(self, update: "Update | RequestOutput | BaseException") -> None:
-        if isinstance(update, BaseException):
-            self.error = update
-        elif isinstance(update, RequestOutput):
-            self.output = update
-        else:
-            before = self.pending.get(update.index)
-            self.pending[update.index] = update if before is None else before.merged(update)
-        self.ready.set()
-        self.leaves.set()
-
-
 @dataclasses.dataclass(eq=False)
 class _Live:
     """A request that has not ended, as the owner thread sees it."""
 
     id: str
     request: Request
-    reader: _Reader
+    reader: Reader
     streams: bool
     since: float
     """When it was made; a deadline counts from here."""
@@ -219,7 +149,7 @@ class AsyncEngine:
         try:
             await self._compile(live)
             await live.reader.ready.wait()
-            return _output(live.reader)
+            return live.reader.result()
         finally:
             self._leave(live)
 
@@ -236,10 +166,10 @@ class AsyncEngine:
                 await reader.ready.wait()
                 reader.ready.clear()
                 if reader.error is not None:
-                    _output(reader)
+                    reader.result()
                 updates, reader.pending, output = list(reader.pending.values()), {}, reader.output
                 if output is not None:
-                    last = updates.pop() if updates else _empty(output)
+                    last = updates.pop() if updates else last_update(output)
                     updates.append(dataclasses.replace(last, output=output))
                 for update in updates:
                     yield update
@@ -288,10 +218,12 @@ class AsyncEngine:
 
     def _enter(self, prompt, sampling, timeout: float | None, *, streams: bool = False) -> _Live:
         self._check_thread()
-        reader = _Reader(asyncio.get_running_loop())
+        reader = Reader(asyncio.get_running_loop())
         with self._lock:
             self._check_capacity(1)
             request = as_request(prompt, sampling)
+            while request.id is None and str(self._calls) in self._ids:
+                self._calls += 1  # a caller has given this number as an id
             name = request.id if isinstance(request.id, str) else str(self._calls)
             if name in self._ids:
                 raise ValueError(f"a request with the id {name[:80]!r} is in progress; give each an id of its own")
@@ -638,7 +570,7 @@ class AsyncEngine:
         mail, self._mail = self._mail, collections.defaultdict(list)
         for loop, letters in mail.items():
             try:
-                loop.call_soon_threadsafe(_deliver, letters)
+                loop.call_soon_threadsafe(deliver, letters)
             except RuntimeError:  # the loop is closed, and no reader waits there
                 for live in [live for live in self._by_state.values() if live.reader.loop is loop]:
                     self._leave(live)
@@ -649,52 +581,31 @@ class AsyncEngine:
             self.error, self._closing, self._stopping = error, True, True
         self._unprepared.put(None)
         self._compilers.close()
-        states = list(self._by_state)
         if error is not None:
             logger.error("the owner thread of an AsyncEngine died", exc_info=error)
         why = RuntimeError(f"the engine's thread has died: {error!r}" if error else "the AsyncEngine was closed")
         why.__cause__ = error
         for answer in [*self._drains, *self._asked]:
             answer.give(error=why)
+        states = list(self._by_state)
         for live in list(self._ids.values()):
             if error is None:
                 self._drop(live)
             else:
                 self._end(live, why)
-        self._post()
-        if self._engine.is_asleep:  # nothing of it is on the device
-            for state in states:
-                self._engine.cancel(state)
-        else:
-            self._engine.reset()
-
-
-def _deliver(letters: list[tuple[_Reader, Any]]) -> None:
-    for reader, update in letters:
-        reader.deliver(update)
+        try:
+            if self._engine.is_asleep:  # nothing of it is on the device
+                for state in states:
+                    self._engine.cancel(state)
+            else:
+                self._engine.reset()
+        finally:  # those that had ended waited for what was read of them, which `reset` has given up
+            for state, live in list(self._by_state.items()):
+                self._end(live, state.output() if state.is_done else why)
+            self._post()
 
 
 def _unconstrained(request: Request) -> Request:
     if not isinstance(request.sampling, SamplingParams):
         return request
     return dataclasses.replace(request, sampling=dataclasses.replace(request.sampling, **Wanted()._asdict()))
-
-
-def _output(reader: _Reader) -> RequestOutput:
-    if reader.error is not None:
-        raise reader.error
-    assert reader.output is not None
-    return reader.output
-
-
-def _empty(output: RequestOutput) -> Update:
-    """The update of a request whose samples have all been delivered, or that was refused."""
-    none = np.zeros(0, np.float32)
-    last = output.completions[-1] if output.completions else None
-    index, reason = (0, "error") if last is None else (last.index, last.finish_reason)
-    text = None if last is None or last.text is None else ""
-    ids, seed = output.prompt_token_ids, None if last is None else last.seed
-    version = np.zeros(0, np.int32)
-    return Update(
-        output.id, index, [], text, none, none, None, version, len(ids), reason, prompt_token_ids=ids, seed=seed
-    )

@@ -2,10 +2,12 @@
 
 import jax
 import numpy as np
+from haliax import NamedArray
 from jax.experimental import multihost_utils
 
 from levanter_infer.checkpoints.load import StoredModel
 from levanter_infer.models.live import from_levanter
+from levanter_infer.models.tensors import quantize_parameter, set_parameter
 from levanter_infer.runtime.hosts import Hosts, agree
 
 
@@ -28,7 +30,8 @@ def send_weights(model, hosts: Hosts) -> None:
 
 def received_weights(engine, hosts: Hosts) -> StoredModel:
     """Weights that another process broadcasts, for `engine.swap_weights`: received when the engine has given up its old
-    weights, so that beside the new ones there is one parameter more.
+    weights, so that beside the new ones there is one parameter more. An engine with `weight_dtype` quantizes each when
+    it has come.
 
     Requires: the sender's model has the sizes and dtypes of the engine's, and form (both from a checkpoint, or live).
     """
@@ -36,11 +39,18 @@ def received_weights(engine, hosts: Hosts) -> StoredModel:
 
     agree(hosts, "weights", _types(types))
 
-    def read(layout=None):
-        def receive(leaf) -> jax.Array:
-            return jax.numpy.asarray(multihost_utils.broadcast_one_to_all(np.zeros(leaf.shape, leaf.dtype)))
+    def received(leaf) -> jax.Array:
+        return jax.numpy.asarray(multihost_utils.broadcast_one_to_all(np.zeros(leaf.shape, leaf.dtype)))
 
-        return jax.tree.map(receive, types)
+    def read(layout=None, quantizes: bool = False):
+        model = types
+        for path, parameter in jax.tree_util.tree_leaves_with_path(
+            types, is_leaf=lambda part: isinstance(part, NamedArray)
+        ):
+            name = ".".join(str(getattr(key, "name", getattr(key, "idx", None))) for key in path)
+            model = set_parameter(model, name, jax.tree.map(received, parameter))
+            model = quantize_parameter(model, name) if quantizes else model
+        return model
 
     return StoredModel(types, read)
 

@@ -345,7 +345,7 @@ class InferenceEngine:
             request.root = self._intake.root(request)
         if not self.is_asleep:
             self.runner.check_weights()
-        changes = needed_changes(requests, self.shapes, self.config, self.model)
+        changes = needed_changes(requests, self.shapes, self.config, self.runner.types)
         if self.is_asleep:
             check_nothing_to_compile(self.runner, changes)
             return
@@ -594,7 +594,7 @@ class InferenceEngine:
         Raises: ValueError if the model is another one, or an argument is none; nothing has changed then. After any
             other failure the engine may have no weights, and says so, until another call succeeds.
         """
-        version, wanted = checked_version(version, self.version), checked_policy(policy)
+        version, wanted = checked_version(version, self.version, self.runner), checked_policy(policy)
         model = new_weights(self.runner.types, model, adapter)
         self._rounds.coordinator.on_input({"weights": np.asarray([version, list(WeightSwapPolicy).index(wanted)])})
         if wanted is WeightSwapPolicy.DRAIN and not self.is_asleep:

@@ -177,7 +177,7 @@ class SamplingParams:
             _check_int("prompt_logprobs", self.prompt_logprobs, 0, _MAX_INT, "leave it out if none are wanted")
             _check_int("max_tokens", self.max_tokens, 0, _MAX_INT, "use 0 to score the prompt and generate nothing")
         else:
-            remedy = "generate at least one token, or ask for prompt_logprobs"
+            remedy = "generate at least one token, or ask for prompt_logprobs (of a server: echo with logprobs)"
             _check_int("max_tokens", self.max_tokens, 1, _MAX_INT, remedy)
         _check_number("temperature", self.temperature, 0, 1e6, "use 0 for greedy sampling")
         if self.top_k is not None:

@@ -75,6 +75,11 @@ def validate(request: Request, limits: RequestLimits) -> Request:
     _check_salt(request.cache_salt)
     _check_whole("first_sample", request.first_sample, _MOST_BEFORE)
     _check_whole("num_continued_tokens", request.num_continued_tokens, len(ids) - 1)
+    if limits.has_logits_mod and request.num_continued_tokens:
+        raise ValueError(
+            f"num_continued_tokens={request.num_continued_tokens}: the engine's logits_mod tells a sample's own tokens "
+            "from its prompt, which holds the first part of them, and its memory of them is gone; sample anew"
+        )
     return dataclasses.replace(
         request,
         prompt_token_ids=ids,

@@ -28,14 +28,14 @@ def checked_policy(policy) -> WeightSwapPolicy:
     return WeightSwapPolicy(policy)
 
 
-def checked_version(version, current: int) -> int:
+def checked_version(version, current: int, runner: Runner) -> int:
     """The number of new weights; None is the next one. Raises: ValueError for no number, or for that of the weights in
-    use."""
+    use. Weights that were given up may come back under their number."""
     if version is None:
         version = current + 1
     if isinstance(version, bool) or not isinstance(version, (int, np.integer)) or not 0 <= version < 2**31:
         raise ValueError(f"version={brief(version)}: expected a whole number from 0 to 2^31 - 1")
-    if version == current:
+    if version == current and runner.model is not None:
         raise ValueError(f"version={version} names the weights in use; give other weights another number")
     return int(version)
 

@@ -19,7 +19,7 @@ from levanter_infer.policies import FinishReason
 
 if TYPE_CHECKING:
     from levanter_infer.checkpoints.tokenizer import Tokenizer
-    from levanter_infer.engine.async_engine import Update
+    from levanter_infer.engine.reader import Update
 
 PROMPTS = {"/v1/chat/completions": "messages", "/v1/completions": "prompt"}
 """Key of the prompt, by path of the endpoint."""

@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from levanter_infer.engine.async_engine import Update
+from levanter_infer.engine.reader import Update
 from levanter_infer.engine.request import Completion, RequestOutput
 from levanter_infer.io.openai import Answers, counted, prompt_logprobs, usage
 from levanter_infer.policies import FinishReason

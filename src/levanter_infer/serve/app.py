@@ -17,7 +17,9 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
-from levanter_infer.engine.async_engine import AsyncEngine, QueueFull, Update
+from levanter_infer.engine.async_engine import AsyncEngine, QueueFull
+from levanter_infer.engine.params import brief
+from levanter_infer.engine.reader import Update
 from levanter_infer.engine.request import RequestOutput
 from levanter_infer.fingerprint import package_version
 from levanter_infer.io.openai import PROMPTS, Answers, error_body, failure
@@ -93,6 +95,7 @@ class Service:
             *(Route(path, self._tokenize, methods=post) for path in PATHS),
             Route("/openapi.json", self._openapi, methods=get),
             Route("/v1/models", self._models, methods=get),
+            Route("/v1/models/{name:path}", self._model, methods=get),
         ]
         app = Starlette(routes=routes, exception_handlers={HTTPException: _http_error, Exception: _failure})
         app.add_middleware(_Keyed, key=self._key)
@@ -126,8 +129,16 @@ class Service:
         return _Json(description(self._key is not None))
 
     async def _models(self, request: Request) -> Response:
-        same = {"object": "model", "created": self._created, "owned_by": "levanter-infer"}
-        return _Json({"object": "list", "data": [{"id": name, **same} for name in self._names]})
+        return _Json({"object": "list", "data": [self._named(name) for name in self._names]})
+
+    async def _model(self, request: Request) -> Response:
+        name = request.path_params["name"]
+        if name not in self._names:
+            raise HTTPException(404, f"there is no model {brief(name)}; there are: {', '.join(self._names)}")
+        return _Json(self._named(name))
+
+    def _named(self, name: str) -> dict[str, Any]:
+        return {"id": name, "object": "model", "created": self._created, "owned_by": "levanter-infer"}
 
     async def _tokenizer_info(self, request: Request) -> Response:
         try:
