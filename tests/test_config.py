@@ -142,7 +142,7 @@ START = "model: m\nprompts: x\n"
         ("model: [", "is not YAML"),
         ("- a", "holds a list; expected keys such as model and prompts"),
         ("", "is empty; expected keys such as model and prompts"),
-        (START + "x: 2024-99-99", "is not YAML: month must be in 1..12"),
+        (START + "x: !!timestamp 2024-99-99", "is not YAML: month must be in 1..12"),
         ("model: m\nprompts: [1]", "prompts[0] is 1; expected text, put it in quotes"),
         ("model: m\nprompts: [a, null]", "prompts[1] is None; expected text"),
         (START + "tokenizer: true", "tokenizer=True: expected text"),
@@ -203,7 +203,7 @@ def test_aliases_are_read(tmp_path):
     assert config.tokenizer == "m"
 
 
-@pytest.mark.parametrize("key, text", [("chat", "[" * 3000), ("sampling.temperature", "2024-99-99")])
+@pytest.mark.parametrize("key, text", [("chat", "[" * 3000), ("sampling.temperature", "!!timestamp 2024-99-99")])
 def test_override_that_is_no_yaml_is_named(key, text):
     with pytest.raises(ValueError, match=f"--{key} .* is not a YAML value") as error:
         load_config(None, [("model", "m"), ("prompts", "x"), (key, text)])
@@ -294,3 +294,8 @@ def test_text_that_spells_a_value_is_that_value(tmp_path, key, value, expected):
     config = config_from(tmp_path, START + f"{section}: {{{more}{name}: {value}}}\n")
     assert getattr(getattr(config, section), name) == expected
     assert type(getattr(getattr(config, section), name)) is type(expected)
+
+
+def test_a_date_is_the_text_that_it_is(tmp_path):
+    config = config_from(tmp_path, "model: m\nprompts: [a]\nchat_template_kwargs: {date_string: 2024-07-26}\n")
+    assert config.chat_template_kwargs == {"date_string": "2024-07-26"}

@@ -124,6 +124,8 @@ def test_overlong_line_is_an_error_of_that_row_alone(tmp_path, monkeypatch):
     result = read(tmp_path, content)
     assert "longer than 30 bytes" in result[0].error
     assert [r.request.prompt for r in result[1:]] == ["after", "y" * 10]
+    (marked,) = read(tmp_path, b"\xef\xbb\xbf" + b"x" * 30, name="p.txt")  # with its mark it is too long
+    assert "longer than 30 bytes" in marked.error
 
 
 def test_number_of_rows_is_bounded(tmp_path, monkeypatch):

@@ -192,8 +192,8 @@ def encode_row(row: Mapping[str, Any]) -> str:
     try:
         return encode_json(row)
     except (ValueError, TypeError, RecursionError) as e:
-        kept = {str(key): value if _is_json(value) else _emptied(value) for key, value in row.items()}
-        wrong = ", ".join(str(key) for key, value in row.items() if not _is_json(value))
+        kept = {str(key): value if is_json(value) else _emptied(value) for key, value in row.items()}
+        wrong = ", ".join(str(key) for key, value in row.items() if not is_json(value))
         return encode_json(kept | {"error": f"the row cannot be written as JSON: {wrong}: {e}; please report this"})
 
 
@@ -202,7 +202,8 @@ def encode_json(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False, allow_nan=False).translate(_SURROGATES)
 
 
-def _is_json(value: Any) -> bool:
+def is_json(value: Any) -> bool:
+    """Whether `encode_json` can write a value."""
     try:
         encode_json(value)
     except (ValueError, TypeError, RecursionError):

@@ -251,7 +251,7 @@ def _check_aliases(content: Any) -> None:
 
 
 class _Loader(yaml.SafeLoader):
-    """`yaml.safe_load`, but a key written twice is an error and 1e-5 is a number."""
+    """`yaml.safe_load`, but a key written twice is an error, 1e-5 is a number, and a date is the text that it is."""
 
     has_aliases = False
 
@@ -269,6 +269,10 @@ class _Loader(yaml.SafeLoader):
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float", re.compile(r"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)[eE][-+]?[0-9]+$"), list("-+.0123456789")
 )
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:timestamp"]
+    for first, resolvers in _Loader.yaml_implicit_resolvers.items()
+}
 
 
 def _apply_overrides(content: dict[str, Any], overrides: Sequence[tuple[str, str]]) -> None:

@@ -72,6 +72,17 @@ def test_columns_of_lines_are_those_of_their_rows(tmp_path):
     assert rows[0]["meta"] == {"n": [1, None, 2.5], "é": "\ud800"}
 
 
+def test_a_carried_number_beyond_floats_is_an_error_of_its_row_before_it_is_sampled(tmp_path):
+    own = [{"prompt": "a", "source": 1.5, "meta": "m"}, {"prompt": "b", "source": 3, "meta": [1.5]}]
+    path = lines(tmp_path / "in.jsonl", own)
+    path.write_text(path.read_text().replace("[1.5]", "[1e999]"))
+    assert work(config_of(path, tmp_path / "out")) is not None
+    first, second = rows_of(str(tmp_path / "out"))
+    assert not first["error"] and (first["source"], first["meta"]) == (1.5, "m")
+    assert "in.jsonl:2: meta holds a number beyond 64-bit floats" in second["error"]
+    assert (second["source"], second["meta"]) == (3, None) and second["finish_reason"] == "error"
+
+
 @pytest.mark.parametrize("format", ["jsonl", "parquet"])
 def test_columns_of_lines_are_the_same_bytes_after_a_stop(tmp_path, format):
     keys = {"batch.format": format, "batch.rows_per_shard": "3"}

@@ -3,13 +3,24 @@
 import json
 import os
 import random
+import re
 
 import fsspec
 import pytest
 
 from levanter_infer.batch.drive import Driver
 from levanter_infer.batch.input import Input
-from levanter_infer.batch.job import JOB, JOURNALS, MANIFEST, Job, check_same, dumps, make_job_spec, read_job_spec
+from levanter_infer.batch.job import (
+    COMMITS,
+    JOB,
+    JOURNALS,
+    MANIFEST,
+    Job,
+    check_same,
+    dumps,
+    make_job_spec,
+    read_job_spec,
+)
 from levanter_infer.batch.store import LocalStore, open_store
 from levanter_infer.engine.params import SamplingParams
 from levanter_infer.io.output import lock_file
@@ -220,14 +231,39 @@ def test_a_shard_that_another_process_works_on_is_left_to_it(prompts, tmp_path):
 
 def test_what_killed_processes_left_goes_and_what_a_living_one_writes_stays(tmp_path):
     store = LocalStore(tmp_path)
-    for name in ("left.partial", "written.partial", "part-000000.jsonl"):
+    kept, own = ["download.partial", "part-000000.jsonl", "part-000002.jsonl.partial"], re.compile(r"part-\d+\.jsonl")
+    for name in (*kept[:2], "part-000001.jsonl.partial", "part-000003.jsonl.partial"):
         (tmp_path / name).write_text("x")
-    writing = lock_file(tmp_path / "written.partial")
-    store.remove_leftovers("", everything=False)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["part-000000.jsonl", "written.partial"]
+    (tmp_path / kept[2]).mkdir()  # cannot be removed so
+    writing = lock_file(tmp_path / "part-000003.jsonl.partial")
+    store.remove_leftovers("", own)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [*kept, "part-000003.jsonl.partial"]
     os.close(writing)
-    store.remove_leftovers("", everything=False)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["part-000000.jsonl"]
+    store.remove_leftovers("", own)
+    assert sorted(path.name for path in tmp_path.iterdir()) == kept
+
+
+@pytest.mark.parametrize("format", ["jsonl", "parquet"])
+def test_a_job_leaves_what_it_has_not_written_where_it_is(prompts, tmp_path, format):
+    output = tmp_path / "out"
+    source, job = begin(prompts, str(output), format=format)
+    (output / "model.partial").mkdir()
+    strangers, left = ("download.partial", "part-1.partial", "notes.jsonl.partial"), []
+    for name in strangers:
+        (output / name).write_text("mine")
+    for name in (
+        "part-000001.jsonl",
+        "part-000001-0123456789abcdef.parquet",
+        JOB,
+        MANIFEST,
+        f"{COMMITS}/part-000001.json",
+    ):
+        left.append(output / f"{name}.partial")
+        left[-1].parent.mkdir(exist_ok=True)
+        left[-1].write_text("half")
+    assert work(source, job)[0] and job.finish() is not None
+    assert [(output / name).read_text() for name in strangers] == ["mine"] * 3 and (output / "model.partial").is_dir()
+    assert not any(path.exists() for path in left)
 
 
 def test_a_file_without_a_record_is_not_believed(prompts, tmp_path):

@@ -49,7 +49,7 @@ def test_results_without_job_json_are_no_beginning_of_another_job(prompts, outpu
     store = open_store(output)
     store.remove(JOB)
     for folder in {COMMITS, JOURNALS} - {left}:
-        store.remove_leftovers(folder, everything=True)
+        store.remove_leftovers(folder)
     with pytest.raises(ValueError, match=f"the output holds .*{left} of a job, and no job.json.*put job.json back"):
         read_job_spec(store)
 

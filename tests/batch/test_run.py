@@ -252,6 +252,10 @@ def test_openai_lines_become_openai_results_and_resume_to_the_same_bytes(command
     before = contents(tmp_path / "out")
     (tmp_path / "out" / "_commits" / "part-000000.json").unlink()
     assert command(tmp_path / "out", *options)[0] == 1 and contents(tmp_path / "out") == before
+    (tmp_path / "out" / "_commits" / "part-000000.json").unlink()
+    (tmp_path / "moved").symlink_to(checkpoint)  # the same model has another name now
+    assert command(tmp_path / "out", *options, "--model", str(tmp_path / "moved"))[0] == 1
+    assert contents(tmp_path / "out") == before
 
 
 def test_columns_belong_to_what_a_job_began_with(command, tmp_path, whole):

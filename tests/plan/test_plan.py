@@ -57,6 +57,14 @@ def job_8b(target: str, mesh: dict, **engine) -> EngineSpec:
     return EngineSpec(target, shape("llama-3.1-8b"), "bfloat16", engine, mesh)
 
 
+def test_a_directory_that_is_not_there_is_named_before_anything_is_computed(tmp_path, capsys):
+    config = ["--config", f"{ROOT}/configs/llama-8b-v5e-16.yaml", "--target", "v5e-16"]
+    assert (
+        command(*config, "--json", str(tmp_path / "none" / "plan.json")) == 2
+        and "its directory does not exist" in capsys.readouterr().err
+    )
+
+
 @pytest.mark.parametrize("config, target, model", PLANNED, ids=lambda value: value)
 def test_each_configuration_of_a_machine_fits_it(config, target, model, monkeypatch, tmp_path, capsys):
     monkeypatch.chdir(ROOT)

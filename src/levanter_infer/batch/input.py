@@ -123,7 +123,9 @@ class Input:
     """
 
     def __init__(self, pattern: str, *, as_chat: bool, model_names: Sequence[str], carry: Sequence[str] = ()):
-        self._as_chat, self._model_names, self._carry = as_chat, tuple(model_names), tuple(carry)
+        self._as_chat, self._carry = as_chat, tuple(carry)
+        self.model_names: Sequence[str] = tuple(model_names)
+        """Names that a request may give the model."""
         self._fs, path = file_system(pattern)
         try:
             self.paths = [path] if self._fs.isfile(path) else []
@@ -245,7 +247,7 @@ class Input:
 
     def _content(self, content: Any) -> Any:
         try:
-            content = as_row(content, self._model_names)
+            content = as_row(content, self.model_names)
         except ValueError as e:
             return e
         except ROW_FAULTS as e:
@@ -348,7 +350,7 @@ def _lines(file: IO[bytes], before: int, rows: int | None, on_bytes) -> Iterator
         while len(rest) > MAX_LINE_BYTES and not rest.endswith(b"\n"):
             rest = file.readline(MAX_LINE_BYTES + 1)
             on_bytes(rest)
-        if number == 1:
+        if number == 1 and len(line) <= MAX_LINE_BYTES:  # a line that is too long keeps its length
             line = line.removeprefix(codecs.BOM_UTF8)
         if line.strip():
             found += 1

@@ -21,6 +21,7 @@ import contextlib
 import hashlib
 import json
 import math
+import re
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -37,6 +38,8 @@ from levanter_infer.runtime.hosts import Hosts
 
 JOB, COMMITS, JOURNALS = "job.json", "_commits", "_journal"
 MANIFEST = "manifest.json"
+_WRITTEN = re.compile(rf"part-\d{{6,}}(-[0-9a-f]{{16}})?\.(jsonl|parquet|json)|{re.escape(JOB)}|{re.escape(MANIFEST)}")
+"""Names of the files that a job writes, without their folders."""
 _FORMAT = 3
 """Version of the directory's format. 1: records and journals did not name their job, and `job.json` no file sizes.
 2: shards of Parquet files had no SHA-256."""
@@ -213,8 +216,9 @@ class Job:
         counts = {key: sum(record[key] for record in records) for key in COUNTS}
         if counts["rows"] != self.input.rows:
             raise ValueError(f"the records count {counts['rows']} rows and the input has {self.input.rows}")
-        for folder in ("", COMMITS, JOURNALS):
-            self.store.remove_leftovers(folder, everything=folder == JOURNALS)
+        for folder in ("", COMMITS):
+            self.store.remove_leftovers(folder, _WRITTEN)
+        self.store.remove_leftovers(JOURNALS)
         spec = {key: value for key, value in self.spec.items() if key != "input"}
         files = self.spec["input"]["files"]
         manifest = {**spec, "input": {"rows": self.input.rows, "files": files}, "counts": counts, "shards": records}
@@ -348,7 +352,7 @@ def check_same(there: Mapping[str, Any], here: Mapping[str, Any]) -> None:
 
 _PATHS = (
     *("config.prompts_file", "config.model.path", "config.model.revision", "config.model.adapter", "config.tokenizer"),
-    *("model.name", "model.revision", "model.adapter_name", "model.adapter_revision", "tokenizer.name"),
+    *("model.name", "model.names", "model.revision", "model.adapter_name", "model.adapter_revision", "tokenizer.name"),
 )
 _GUARANTEE_TEXT = "guarantee.promise"
 """Text for readers of `job.json`, which follows from `guarantee.numerics`."""

@@ -8,6 +8,7 @@ import abc
 import contextlib
 import hashlib
 import os
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -80,12 +81,13 @@ class Store(abc.ABC):
     def remove(self, name: str) -> None:
         """Remove a file, if it exists."""
 
-    def remove_leftovers(self, folder: str, *, everything: bool) -> None:
-        """Remove unfinished writes of killed processes in a folder; with `everything` all its files and the folder.
+    def remove_leftovers(self, folder: str, own: re.Pattern[str] | None = None) -> None:
+        """Remove unfinished writes of killed processes in a folder, of the files whose whole names match `own`: others
+        may keep files there too. None: remove all files, and the folder.
 
         Requires: no process works on the job.
         """
-        for name in self.names(folder) if everything else ():
+        for name in self.names(folder) if own is None else ():
             self.remove(f"{folder}/{name}")
 
     @abc.abstractmethod
@@ -187,15 +189,15 @@ class LocalStore(Store):
         with contextlib.suppress(FileNotFoundError):
             (self._root / name).unlink()
 
-    def remove_leftovers(self, folder: str, *, everything: bool) -> None:
+    def remove_leftovers(self, folder: str, own: re.Pattern[str] | None = None) -> None:
         path = self._root / folder
         with contextlib.suppress(FileNotFoundError):
             for name in os.listdir(path):
-                if everything:
+                if own is None:
                     (path / name).unlink(missing_ok=True)
-                elif name.endswith(".partial"):
+                elif name.endswith(".partial") and own.fullmatch(name.removesuffix(".partial")):
                     _remove_unlocked(path / name)
-            if everything:
+            if own is None:
                 with contextlib.suppress(OSError):  # another worker has just opened a file there
                     path.rmdir()
 
@@ -225,8 +227,8 @@ def _lock_soon(path: Path) -> int:
 
 
 def _remove_unlocked(path: Path) -> None:
-    """Remove a file, unless another process is writing it."""
-    with contextlib.suppress(BlockingIOError):
+    """Remove a file, unless another process is writing it, or it cannot be removed."""
+    with contextlib.suppress(OSError):
         descriptor = lock_file(path)
         path.unlink()
         os.close(descriptor)

@@ -2,7 +2,7 @@
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from levanter_infer.batch import tables
@@ -68,7 +68,7 @@ class Worker:
             max_seqs=engine.shapes.max_seqs,
             equal_bytes=job.spec["guarantee"]["numerics"] == Numerics.BATCH_INVARIANT,
             chat=chat_settings(config),
-            output_format=output_format(config, engine.tokenizer),
+            output_format=output_format(config, engine.tokenizer, self.source.model_names),
         )
         if shards is None:
             shards = job.shards_of(*self.rank)
@@ -115,6 +115,7 @@ def open_worker(
             sizes = spec["sizes"]
             check_same(spec, make_job_spec(wanted, fingerprints, sizes, inputs))
             job = Job(store, spec)
+            source.model_names = spec["model"].get("names", source.model_names)
             left = len(inputs.shards) - len(job.committed())
             if hosts is not None and (engine is None or one_mesh is not None):
                 left = hosts.broadcast("shards left", left)  # processes of other runs may finish some meanwhile
@@ -149,12 +150,20 @@ def _compare_finished(job: Job, worker: int, workers: int) -> None:
         say(f"compared  {len(own)} finished shards, {size / 1e6:.1f} MB, in {time.monotonic() - begin:.1f} s")
 
 
-def output_format(config: BatchRunConfig, tokenizer: "Tokenizer | None") -> OutputFormat:
-    """The format of a job's output rows."""
+def output_format(
+    config: BatchRunConfig, tokenizer: "Tokenizer | None", model_names: Sequence[str] | None = None
+) -> OutputFormat:
+    """The format of a job's output rows. Args: model_names: those of the job; by default, of the configuration."""
     if config.batch.format != "openai":
         return RowFormat(columns_of(config))
-    names = config.batch.model_names or [config.model.path.rstrip("/").rsplit("/", 1)[-1]]
-    return ResultLines(names[0], tokenizer)
+    return ResultLines((model_names or _model_names(config))[0], tokenizer)
+
+
+def _model_names(config: BatchRunConfig) -> list[str]:
+    """The names that requests may give the model; results have the first. A job keeps those of its first start, because
+    the path of the model may change."""
+    path = config.model.path
+    return list(dict.fromkeys([*config.batch.model_names, path.rstrip("/").rsplit("/", 1)[-1], path]))
 
 
 def output_store(config: BatchRunConfig) -> Store:
@@ -175,10 +184,8 @@ def output_store(config: BatchRunConfig) -> Store:
 def input_of(config: BatchRunConfig) -> Input:
     """The files of a job. Raises: ValueError as `Input`."""
     assert config.prompts_file is not None
-    path = config.model.path
-    names = [path, path.rstrip("/").rsplit("/", 1)[-1], *config.batch.model_names]
     carry = columns_of(config).carry
-    return Input(config.prompts_file, as_chat=bool(config.chat), model_names=names, carry=carry)
+    return Input(config.prompts_file, as_chat=bool(config.chat), model_names=_model_names(config), carry=carry)
 
 
 def split_input(config: BatchRunConfig, source: Input) -> InputShards:
@@ -211,7 +218,7 @@ def _same_files(source: Input, spec: dict[str, Any]) -> InputShards:
 
 def _fingerprints(config: BatchRunConfig) -> dict[str, Any]:
     return {
-        "model": model_fingerprint(config.model.resolve()),
+        "model": {**model_fingerprint(config.model.resolve()), "names": _model_names(config)},
         "tokenizer": tokenizer_fingerprint(
             config.tokenizer or config.model.path, None if config.tokenizer else config.model.revision
         ),

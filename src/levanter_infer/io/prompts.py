@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import Any
 
 from levanter_infer.checkpoints.chat import CHAT_KEYS, check_chat_settings
-from levanter_infer.columns import TYPES, Columns
+from levanter_infer.columns import TYPES, Columns, is_json
 from levanter_infer.config import RunConfig, check_keys
 from levanter_infer.engine.params import SamplingParams, brief, field_names
 from levanter_infer.engine.request import MAX_ID_CHARS, Request
@@ -129,9 +129,10 @@ def _read_file(path: Path, *, as_chat: bool) -> Iterator[tuple[str, Any]]:
             number = 0
             while line := file.readline(MAX_LINE_BYTES + 1):
                 number += 1
-                line = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
-                if line.strip():
-                    content = parse_line(line, jsonl=suffix in _JSONL, as_chat=as_chat)
+                is_marked = number == 1 and len(line) <= MAX_LINE_BYTES  # a line that is too long keeps its length
+                text = line.removeprefix(codecs.BOM_UTF8) if is_marked else line
+                if text.strip():
+                    content = parse_line(text, jsonl=suffix in _JSONL, as_chat=as_chat)
                     yield f"{path}:{number}", content
                 while len(line) > MAX_LINE_BYTES and not line.endswith(b"\n") and line:
                     line = file.readline(MAX_LINE_BYTES + 1)
@@ -248,9 +249,13 @@ class RowParser:
         name = row_id(content, default_id)
         carry = () if self.columns is None else self.columns.carry
         carried = {key: content[key] for key in carry if key in content} if isinstance(content, dict) else _NONE
+        wrong = [key for key, value in carried.items() if not is_json(value)]
+        carried = {key: value for key, value in carried.items() if key not in wrong}
         try:
             if isinstance(content, ValueError):
                 raise content
+            if wrong:
+                raise ValueError(f"{', '.join(wrong)} holds a number beyond 64-bit floats; write null, or a text")
             request = self._request(content, name, carry)
             if self.columns is not None:
                 self.columns.check(request.sampling or self.base)

@@ -8,6 +8,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from levanter_infer.cli import run_command
@@ -104,6 +105,8 @@ def run(config: PlanRunConfig) -> int:
     from levanter_infer.plan.spec import spec_of
 
     wanted = config.plan
+    if wanted.json not in (None, "-") and not Path(wanted.json).absolute().parent.is_dir():
+        raise ValueError(f"--json {wanted.json}: its directory does not exist; make it, or give another file")
     spec = spec_of(config, wanted.target, wanted.shape)
     workload = Workload(wanted.prompt_tokens, wanted.output_tokens or max(1, config.sampling.max_tokens))
     if wanted.compile:

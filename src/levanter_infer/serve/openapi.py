@@ -164,8 +164,9 @@ def _json(schema: dict[str, Any]) -> dict[str, Any]:
     return {"content": {"application/json": {"schema": schema}}}
 
 
+_MODEL = _object({"id": _TEXT})
 _GET: dict[str, dict[str, Any]] = {
-    "/v1/models": _json(_object({"object": {"const": "list"}, "data": _array(_object({"id": _TEXT}))})),
+    "/v1/models": _json(_object({"object": {"const": "list"}, "data": _array(_MODEL)})),
     "/health": _json(_object({"status": {"const": "ok"}})),
     "/metrics": {"content": {"text/plain": {"schema": _TEXT}}},
     "/version": _json(_object({"version": _TEXT})),
@@ -224,6 +225,15 @@ def description(has_key: bool) -> dict[str, Any]:
         elif has_key:
             found |= {"401": failures["401"]}
         paths[path] = {"get": {"operationId": path.strip("/").replace("/", "_"), "responses": found}}
+    missing = {"404": {"description": "There is no such model.", **_json(_ERROR)}}
+    paths["/v1/models/{name}"] = {
+        "get": {
+            "operationId": "v1_model",
+            "parameters": [{"name": "name", "in": "path", "required": True, "schema": _TEXT}],
+            "responses": {"200": {"description": "The answer.", **_json(_MODEL)}, **missing}
+            | ({"401": failures["401"]} if has_key else {}),
+        }
+    }
     whole: dict[str, Any] = {
         "openapi": "3.1.0",
         "info": {"title": "levanter-infer", "version": package_version()},
