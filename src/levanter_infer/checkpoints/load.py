@@ -2,9 +2,9 @@
 
 import dataclasses
 import reprlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import haliax as hax
 import jax
@@ -77,16 +77,26 @@ def load_tokenizer(source: Source) -> "Tokenizer | None":
     return Tokenizer.from_source(source)
 
 
+class ReadWeights(Protocol):
+    """Reads the weights of a model. Beside it, the memory of the host holds one stacked parameter at a time; with
+    several hosts, the part of it for its own devices."""
+
+    def __call__(self, layout: Layout | None = None, quantizes: bool = False) -> DecoderModel:
+        """
+        Args:
+            layout: shards the weights over a mesh.
+            quantizes: quantize the weights of layers and of the head, each when it has been read.
+        """
+        ...
+
+
 @dataclasses.dataclass(frozen=True)
 class StoredModel:
     """A checked model whose weights are not read yet, so that programs can be compiled meanwhile."""
 
     types: DecoderModel
     """The model with a `jax.ShapeDtypeStruct` for every array."""
-    read: Callable[..., DecoderModel]
-    """`read(layout=None, quantizes=False)` reads the weights, sharded over a mesh if there is a layout, and quantizes
-    those of layers and of the head one after the other if wanted. Beside the model, the memory of the host holds one
-    stacked parameter at a time; with several hosts, the part of it for its own devices."""
+    read: ReadWeights
 
 
 def load_weights(

@@ -6,6 +6,8 @@ from haliax import NamedArray
 from jax.experimental import multihost_utils
 
 from levanter_infer.checkpoints.load import StoredModel
+from levanter_infer.layers.layout import Layout
+from levanter_infer.models.decoder import DecoderModel
 from levanter_infer.models.live import from_levanter
 from levanter_infer.models.tensors import quantize_parameter, set_parameter
 from levanter_infer.runtime.hosts import Hosts, agree
@@ -42,7 +44,7 @@ def received_weights(engine, hosts: Hosts) -> StoredModel:
     def received(leaf) -> jax.Array:
         return jax.numpy.asarray(multihost_utils.broadcast_one_to_all(np.zeros(leaf.shape, leaf.dtype)))
 
-    def read(layout=None, quantizes: bool = False):
+    def read(layout: Layout | None = None, quantizes: bool = False) -> DecoderModel:
         model = types
         for path, parameter in jax.tree_util.tree_leaves_with_path(
             types, is_leaf=lambda part: isinstance(part, NamedArray)
