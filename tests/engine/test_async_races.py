@@ -8,9 +8,8 @@ import threading
 
 import pytest
 
-from levanter_infer import AsyncEngine, EngineConfig, InferenceEngine, QueueFull, Request, SamplingParams
+from levanter_infer import AsyncEngine, InferenceEngine, QueueFull, Request, SamplingParams
 from tests.engine.test_async_engine import alone, check_empty, collect, reader_engine, request, run
-from tests.tiny_models import SIZES, tiny_model
 
 
 @pytest.fixture(scope="module")
@@ -48,33 +47,6 @@ def test_a_drain_and_a_close_that_are_given_up_leave_the_owner_alive(engine):
 
     assert run(engine, test) == alone(engine, [request(1, 40)])
     check_empty(engine)
-
-
-def test_a_close_ends_requests_whose_scores_are_being_read(monkeypatch):
-    """Their samples have ended, and the scores come with the next round, which does not come."""
-    scoring = InferenceEngine(tiny_model(), config=EngineConfig(**SIZES), scoring=True)
-    step_round = scoring.step_round
-
-    async def test():
-        server = AsyncEngine(scoring)
-
-        def last_round(*args, **options):
-            ended = step_round(*args, **options)
-            if ended:
-                server._stopping = True
-            return ended
-
-        monkeypatch.setattr(scoring, "step_round", last_round)
-        scored = SamplingParams(max_tokens=0, prompt_logprobs=0)
-        calls = [server.generate([3 + i, 4, 5, 6, 7, 8], scored) for i in range(3)]
-        outputs = await asyncio.wait_for(asyncio.gather(*calls), 60)
-        await server.aclose()
-        return outputs
-
-    outputs = asyncio.run(test())
-    assert {output.completions[0].finish_reason for output in outputs} == {"abort"}
-    monkeypatch.undo()
-    check_empty(scoring)
 
 
 def test_a_call_leaves_nothing_behind_and_one_that_was_given_up_is_not_made(engine):

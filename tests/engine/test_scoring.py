@@ -1,5 +1,6 @@
 """Log probabilities of prompts: those of the uncached forward, on every path, and the same bits on all of them."""
 
+import asyncio
 import dataclasses
 
 import equinox as eqx
@@ -7,6 +8,7 @@ import numpy as np
 import pytest
 
 from levanter_infer.decode.invariants import check_invariants
+from levanter_infer.engine.async_engine import AsyncEngine
 from levanter_infer.engine.config import EngineConfig
 from levanter_infer.engine.engine import InferenceEngine
 from levanter_infer.engine.params import SamplingParams
@@ -111,6 +113,28 @@ def test_samples_that_are_drawn_again_have_the_scores_of_their_own_prompt(engine
         asked = Request(prompt_token_ids=text(13, seed=seed), sampling=params, first_sample=5)
         (output,) = engine.generate([asked])
         check(text(13, seed=seed), output.prompt_logprobs)
+
+
+def test_a_close_ends_requests_whose_scores_are_being_read(engine, monkeypatch):
+    """Their samples have ended, and the scores come with the next round, which does not come."""
+    step_round = engine.step_round
+
+    async def test():
+        server = AsyncEngine(engine)
+
+        def last_round(*args, **options):
+            if ended := step_round(*args, **options):
+                server._stopping = True
+            return ended
+
+        monkeypatch.setattr(engine, "step_round", last_round)
+        calls = [server.generate(request(text(6, seed=i))) for i in range(3)]
+        outputs = await asyncio.wait_for(asyncio.gather(*calls), 60)
+        await server.aclose()
+        return outputs
+
+    outputs = asyncio.run(test())
+    assert {output.completions[0].finish_reason for output in outputs} == {"abort"}
 
 
 @pytest.mark.parametrize("name, count", nightly_but([("engine", 1)], [("engine", 1), ("other", 3), ("other", 2)]))
