@@ -129,6 +129,11 @@ def test_a_chat_is_rendered_and_ends_at_a_special_token(lm, model):
         lm.chat_template("other")
 
 
+def test_gen_kwargs_may_be_one_token_id_or_nothing(lm):
+    params, until = lm._sampling({"stop_token_ids": 7, "temperature": None, "until": None, "max_gen_toks": 5})
+    assert list(params.stop_token_ids) == [(7,)] and params.max_tokens == 5 and until == []
+
+
 @pytest.mark.parametrize(
     "kwargs, message",
     [({"topp": 1}, "top_p"), ({"max_gen_toks": 63}, "expected 1 to 62"), ({"until": [3]}, "list of strings")],

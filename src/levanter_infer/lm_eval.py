@@ -226,7 +226,8 @@ class EngineLM(TemplateLM):
     def _sampling(self, gen_kwargs: Mapping[str, Any]) -> tuple[SamplingParams, list[str]]:
         """Parameters of a task, and the strings that end its text."""
         check_names("gen_kwargs", gen_kwargs, _GEN_KWARGS, {"stop": "until"}, "argument")
-        given: dict[str, Any] = {**normalize_gen_kwargs(dict(gen_kwargs), self._max_gen_toks)}
+        wanted = {name: value for name, value in gen_kwargs.items() if value is not None}
+        given: dict[str, Any] = {**normalize_gen_kwargs(wanted, self._max_gen_toks)}
         until = [text for text in given.pop("until") if text]
         if not all(isinstance(text, str) for text in until):
             raise ValueError(f"until={brief(until)}: expected a string or a list of strings")
@@ -238,7 +239,8 @@ class EngineLM(TemplateLM):
             )
         if not sample:
             given["temperature"] = 0.0
-        stops = list(given.pop("stop_token_ids", ()))
+        ids = given.pop("stop_token_ids", ())
+        stops = [ids] if isinstance(ids, int) else list(ids)
         texts = []
         for text in until:  # generated text is without special tokens, so these end a sample as tokens
             ids = self._tokenizer.encode(text, False)

@@ -141,6 +141,17 @@ def test_an_adapter_of_another_model_is_refused(tmp_path):
         load_model(base, adapter=tmp_path / "nowhere")
 
 
+def test_a_base_may_store_its_tied_head_too(tmp_path):
+    base, adapter, _ = golden("tied", tmp_path)
+    expected = load_model(base, adapter=adapter)[0]
+    path = base / "model.safetensors"
+    stored = load_file(path)
+    save_file({**stored, "lm_head.weight": stored["model.embed_tokens.weight"].copy()}, path)
+    found = load_model(base, adapter=adapter)[0]
+    assert np.array_equal(found.embeddings.weight.array, expected.embeddings.weight.array)
+    assert not np.array_equal(found.embeddings.weight.array, load_model(base)[0].embeddings.weight.array)
+
+
 def test_a_change_of_one_of_two_tied_tables_is_refused(tmp_path):
     """PEFT changes the embeddings alone then, or the head alone."""
     base, adapter, tensors = golden("tied", tmp_path)

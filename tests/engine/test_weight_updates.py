@@ -8,12 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from levanter_infer.checkpoints.load import StoredModel
+from levanter_infer.checkpoints.save import save_model
 from levanter_infer.decode.invariants import check_invariants
 from levanter_infer.engine.config import EngineConfig
 from levanter_infer.engine.engine import InferenceEngine
 from levanter_infer.engine.params import SamplingParams
 from levanter_infer.engine.request import Request
-from levanter_infer.engine.weight_updates import _differing
+from levanter_infer.engine.weight_updates import _differing, new_weights
 from levanter_infer.models.uncached import next_token
 from tests.tiny_models import SIZES, tiny_model, uncached_greedy
 
@@ -272,3 +274,11 @@ def test_a_parameter_that_only_one_of_two_models_has_is_named():
     assert _differing({"w": weight, "b": bias}, {"w": bias}) == [
         "b was float32[3] and is absent", "w was float32[2, 3] and is float32[3]",
     ]  # fmt: skip
+
+
+def test_a_checkpoint_is_read_in_any_dtype_that_an_engine_has(tmp_path):
+    save_model(tiny_model(1, dtype="float32"), tmp_path)
+    for dtype in ("float16", "bfloat16", "float32"):
+        types = jax.eval_shape(lambda model: model, tiny_model(dtype=dtype))
+        stored = new_weights(types, tmp_path)
+        assert isinstance(stored, StoredModel) and stored.read().dtype == jnp.dtype(dtype)

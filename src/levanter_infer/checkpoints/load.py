@@ -119,8 +119,14 @@ def _check_memory(types: DecoderModel, source: Source) -> None:
         )
 
 
-def open_model(source: Source, *, dtype: str | None = None, config: Mapping[str, Any] | None = None) -> StoredModel:
-    """Check a checkpoint against its headers. Args: as in `load_model`. Raises: ValueError as `load_model`."""
+def open_model(
+    source: Source, *, dtype: str | np.dtype | None = None, config: Mapping[str, Any] | None = None
+) -> StoredModel:
+    """Check a checkpoint against its headers.
+
+    Args: as in `load_model`; `dtype` may be that of a model, whatever it is.
+    Raises: ValueError as `load_model`.
+    """
     wanted = _wanted_dtype(dtype)
     return _open(source, wanted, config or _config_json(source))
 
@@ -164,7 +170,7 @@ def _open(source: Source, wanted: np.dtype | None, hf_config: Mapping[str, Any])
         if quantization is not None:
             tensors = quantization.without_zero_biases(tensors, {name for param in params for name in param.names})
     head = family.tensor_of("lm_head.weight") if config.tie_word_embeddings else None
-    embeddings = family.tensor_of("embeddings.weight")
+    embeddings, base = family.tensor_of("embeddings.weight"), tensors
     if source.adapter is not None:
         transposed = {name for param in params for name in param.names if param.slice.transposed}
         tied = (head, embeddings) if head is not None and embeddings is not None else None
@@ -172,8 +178,8 @@ def _open(source: Source, wanted: np.dtype | None, hf_config: Mapping[str, Any])
         tensors = adapted(tensors, source.adapter, place)
     _check_names(params, tensors, head, source)
     _check_headers(params, tensors)
-    if head is not None and head in tensors and embeddings is not None:
-        _check_tied(tensors[head], tensors[embeddings])  # here, so that `swap_weights` still has its old weights
+    if head is not None and head in base and embeddings is not None:  # those of an adapter are checked there
+        _check_tied(base[head], base[embeddings])  # here, so that `swap_weights` still has its old weights
     types = DecoderModel.types(config, _one_dtype(config, params, tensors, wanted))
 
     def read(layout: Layout | None = None, quantizes: bool = False) -> DecoderModel:
@@ -187,9 +193,9 @@ def _open(source: Source, wanted: np.dtype | None, hf_config: Mapping[str, Any])
     return StoredModel(types, read)
 
 
-def _wanted_dtype(dtype: str | None) -> np.dtype | None:
-    if dtype is None:
-        return None
+def _wanted_dtype(dtype: str | np.dtype | None) -> np.dtype | None:
+    if dtype is None or isinstance(dtype, np.dtype):
+        return dtype
     if dtype not in ("bfloat16", "float32"):
         raise ValueError(f"dtype={dtype!r}, expected bfloat16, float32, or none for the stored one")
     return jnp.dtype(dtype)

@@ -72,7 +72,7 @@ def new_weights(types, model, adapter: str | Path | None = None) -> "Model | Sto
     Raises: ValueError unless it has the configuration, shapes and dtypes of `types`; as `load_model`, `from_levanter`.
     """
     if isinstance(model, str | Path):
-        model = open_model(resolve_source(model, adapter=adapter), dtype=str(np.dtype(types.dtype)))
+        model = open_model(resolve_source(model, adapter=adapter), dtype=np.dtype(types.dtype))
     elif adapter is not None:
         raise ValueError("swap_weights was given an adapter for weights in memory; give the checkpoint of its base")
     if isinstance(model, StoredModel):
