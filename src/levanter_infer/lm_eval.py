@@ -239,8 +239,8 @@ class EngineLM(TemplateLM):
             )
         if not sample:
             given["temperature"] = 0.0
-        ids = given.pop("stop_token_ids", ())
-        stops = [ids] if isinstance(ids, int) else list(ids)
+        stop_ids = given.pop("stop_token_ids", ())
+        stops = [stop_ids] if isinstance(stop_ids, int) else list(stop_ids)
         texts = []
         for text in until:  # generated text is without special tokens, so these end a sample as tokens
             ids = self._tokenizer.encode(text, False)

@@ -5,7 +5,6 @@ workers and all later runs have the same shards. The SHA-256 of each shard shows
 """
 
 import array
-import codecs
 import dataclasses
 import hashlib
 import io
@@ -22,7 +21,7 @@ from levanter_infer.batch.openai import as_row, is_batch_line, line_id
 from levanter_infer.batch.store import file_system
 from levanter_infer.batch.streams import DECOMPRESSORS, StreamReader
 from levanter_infer.engine.params import brief
-from levanter_infer.io.prompts import MAX_LINE_BYTES, chat_of, given_id, no_columns, parse_line, row_id
+from levanter_infer.io.prompts import MAX_LINE_BYTES, chat_of, given_id, no_columns, parse_line, row_id, without_mark
 from levanter_infer.runtime.progress import stage
 
 _KINDS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet", ".txt": "text"}
@@ -350,8 +349,8 @@ def _lines(file: IO[bytes], before: int, rows: int | None, on_bytes) -> Iterator
         while len(rest) > MAX_LINE_BYTES and not rest.endswith(b"\n"):
             rest = file.readline(MAX_LINE_BYTES + 1)
             on_bytes(rest)
-        if number == 1 and len(line) <= MAX_LINE_BYTES:  # a line that is too long keeps its length
-            line = line.removeprefix(codecs.BOM_UTF8)
+        if number == 1:
+            line = without_mark(line)
         if line.strip():
             found += 1
             yield number, line

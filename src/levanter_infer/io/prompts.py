@@ -117,6 +117,11 @@ def _as_chat(prompt: str) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": prompt}]}
 
 
+def without_mark(line: bytes) -> bytes:
+    """The first line of a file without a byte order mark; one that is too long stays too long."""
+    return line if len(line) > MAX_LINE_BYTES else line.removeprefix(codecs.BOM_UTF8)
+
+
 def _read_file(path: Path, *, as_chat: bool) -> Iterator[tuple[str, Any]]:
     """(where, content) of each line that is not blank; an exception as content is the error of that row."""
     suffix = path.suffix.lower()
@@ -129,8 +134,7 @@ def _read_file(path: Path, *, as_chat: bool) -> Iterator[tuple[str, Any]]:
             number = 0
             while line := file.readline(MAX_LINE_BYTES + 1):
                 number += 1
-                is_marked = number == 1 and len(line) <= MAX_LINE_BYTES  # a line that is too long keeps its length
-                text = line.removeprefix(codecs.BOM_UTF8) if is_marked else line
+                text = without_mark(line) if number == 1 else line
                 if text.strip():
                     content = parse_line(text, jsonl=suffix in _JSONL, as_chat=as_chat)
                     yield f"{path}:{number}", content
