@@ -21,6 +21,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from levanter_infer.axes import DATA, MODEL
+from levanter_infer.check import compare_stored, keys_and_values_of
 from levanter_infer.checkpoints import load as load_module
 from levanter_infer.checkpoints.load import open_model
 from levanter_infer.checkpoints.save import save_model
@@ -70,6 +71,11 @@ SINKS = {"model_type": "gpt_oss", "num_local_experts": 8, "num_experts_per_tok":
 
 BIASES = {"model_type": "qwen2", "hidden_size": 64}
 """Queries, keys and values have biases."""
+
+TWO_SIZES = {"model_type": "gemma4_text", "num_hidden_layers": 6, "head_dim": 16, "global_head_dim": 24,
+             "num_global_key_value_heads": 1, "attention_k_eq_v": True, "sliding_window": 5, "rope_theta": None,
+             "hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0}  # fmt: skip
+"""Layers with heads of two sizes."""
 
 
 def requests(count: int) -> list[Request]:
@@ -323,6 +329,20 @@ def stored(place: Place) -> dict:
     return {**results(engine, 16), "copies": [count / weights for count in counts]}
 
 
+def looked(place: Place, model_changes: Mapping[str, Any]) -> dict:
+    """What `check` says of the keys and values that an engine has stored, beside those of its own model and those of
+    another. The request is the second, so that a second rank serves it."""
+    from tests.tiny_models import tiny_model
+
+    model = tiny_model(**model_changes)
+    engine = InferenceEngine(model, config=EngineConfig(**SIZES, window_cache=False), **place)
+    first, second = requests(2)
+    engine.submit(first)
+    found = keys_and_values_of(engine, second, 0, stored=len(second.prompt_token_ids or ()) + 1)
+    other = tiny_model(1, **model_changes)
+    return {name: compare_stored(m, found, 4, 64) for name, m in (("own", model), ("other", other))}
+
+
 def live_bytes() -> int:
     """Bytes of all arrays of this process's devices, each buffer once."""
     shards = [shard.data for array in jax.live_arrays() for shard in array.addressable_shards]
@@ -550,6 +570,9 @@ KINDS: dict[str, Callable[[Place], dict]] = {
     "invariant": invariant,
     "stored": stored,
     "live": lambda place: invariant(place, is_live=True),
+    "looked": lambda place: looked(place, EIGHT_HEADS),
+    "lookedlatents": lambda place: looked(place, LATENTS),
+    "lookedtwosizes": lambda place: looked(place, TWO_SIZES),
 }
 
 

@@ -123,7 +123,7 @@ def test_a_look_inside_names_the_layer_that_stores_something_else(engine):
     engine.reset()
     (request,) = requests((12,))
     found = check.keys_and_values_of(engine, request, 0, stored=25)
-    assert found is not None and found[0][:12].tolist() == request.prompt_token_ids
+    assert found is not None and found.tokens[:12].tolist() == request.prompt_token_ids
     model = tiny_model(**sizes())
     assert "all layers store the right keys" in check.compare_stored(model, found, PAGE, MAX_SEQ_LEN)
     other = eqx.tree_at(lambda m: m.layers.mlp.down_proj.weight, model, replace_fn=lambda w: w * jnp.float32(-1))

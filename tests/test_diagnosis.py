@@ -122,13 +122,18 @@ def test_nan_and_a_missing_end_are_never_equal():
 
 
 def test_stored_keys_and_values_name_the_first_wrong_layer_page_and_head():
-    expected = np.random.default_rng(0).normal(0, 3, (4, 20, 4, 8))
-    stored = expected + np.random.default_rng(1).normal(0, 0.02, expected.shape)
+    rng = np.random.default_rng(0)
+    expected = {layer: rng.normal(0, 3, (20, 2, 2, size)) for layer, size in enumerate((8, 8, 16, 8))}
+    stored = {layer: values + rng.normal(0, 0.02, values.shape) for layer, values in expected.items()}
     assert where_stored_differs(stored, expected, PAGE) is None
-    stored[2:, 9:, 3] += 2
+    for layer in (2, 3):
+        stored[layer][9:, 1, 1] += 2
     text = where_stored_differs(stored, expected, PAGE)
     assert text and "layer 2 is the first" in text and "values of head 1, in logical page 1, 2, from position 9" in text
-    stored[0, 8:16] = expected[0, :8]
+    copied = {layer: np.repeat(values, 2, axis=1) for layer, values in stored.items() if layer != 1}
+    text = where_stored_differs(copied, {layer: expected[layer] for layer in copied}, PAGE)
+    assert text and "layer 2" in text and "values of head 1, in" in text and "look at layers 0 to 1, and" in text
+    stored[0][8:16] = expected[0][:8]
     text = where_stored_differs(stored, expected, PAGE)
     assert (
         text and "layer 0" in text and "all heads, in logical page 1, from position 8" in text and "page table" in text

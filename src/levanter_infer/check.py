@@ -313,39 +313,48 @@ def look_inside(config: RunConfig, suspect: Pair, stored: int) -> str:
     return compare_stored(plain_model(config), found, page_size, max_seq_len)
 
 
-def keys_and_values_of(engine, request: Request, index: int, stored: int) -> tuple[np.ndarray, np.ndarray] | None:
+@dataclasses.dataclass(frozen=True)
+class StoredTokens:
+    """Tokens of one sequence, and what an engine has stored of them."""
+
+    tokens: np.ndarray
+    """i32[n]"""
+    values: Mapping[int, np.ndarray]
+    """As `KvPages.values_at`, by the number of each layer that stores some."""
+
+
+def keys_and_values_of(engine, request: Request, index: int, stored: int) -> StoredTokens | None:
     """Sample a request alone until `stored` tokens of sample `index` are stored, and read these.
 
     Requires: all layers keep all pages (`engine.window_cache` is false where there are sliding windows).
 
-    Returns: the tokens i32[stored], and their keys and values f32[layer, stored, kv_pair, head_size]; None if the
-        sample ends before.
+    Returns: None if the sample ends before.
     """
     import jax.numpy as jnp
 
-    from levanter_infer.cache.cache import in_layer_order
+    from levanter_infer.cache.cache import by_layer
 
     state = engine.submit(request)
     sequence, found = state.sequences[index], None
     while found is None and not state.is_done:
         engine.step_round(max_steps=1)
-        table, cache = engine.state.decode.sequences, engine.state.cache
-        if sequence.slot is not None and int(table.num_computed[sequence.slot]) >= stored:
-            position = np.arange(stored)
-            pages = np.asarray(table.page_indices)[sequence.slot, position // engine.shapes.page_size]
-            offsets = position % engine.shapes.page_size
-            places = jnp.asarray(pages, jnp.int32), jnp.asarray(offsets, jnp.int32)
+        table, cache, rank = engine.state.decode.sequences, engine.state.cache, state.rank or 0
+        columns = table.num_computed, table.page_indices, table.tokens
+        ranks = (engine.runner.num_ranks, engine.shapes.num_slots)
+        computed, pages, tokens = (np.asarray(c).reshape(*ranks, -1)[rank, sequence.slot or 0] for c in columns)
+        if sequence.slot is not None and computed.item() >= stored:
+            position = np.arange(stored, dtype=np.int32)
+            places = pages[position // engine.shapes.page_size], position % engine.shapes.page_size
+            places = tuple(map(jnp.asarray, places))
             pools = zip(engine.model.config.pools, cache.pools, strict=True)
-            stored_in = [(spec, pool.values_at(*places)) for spec, pool in pools if spec.memory.is_paged]
-            values = in_layer_order(*zip(*stored_in, strict=True))
-            tokens = np.asarray(table.tokens)[sequence.slot, :stored]
-            found = tokens, np.asarray(values)
+            values = by_layer((spec, pool.values_at(*places, rank)) for spec, pool in pools if spec.memory.is_paged)
+            found = StoredTokens(tokens[:stored], {layer: np.asarray(each) for layer, each in values.items()})
     engine.cancel(state)
     engine.drain()
     return found
 
 
-def compare_stored(model, found: tuple[np.ndarray, np.ndarray] | None, page_size: int, max_seq_len: int) -> str:
+def compare_stored(model, found: StoredTokens | None, page_size: int, max_seq_len: int) -> str:
     """Comparison of the keys and values that an engine has stored with the right ones, in words."""
     import jax.numpy as jnp
 
@@ -355,13 +364,13 @@ def compare_stored(model, found: tuple[np.ndarray, np.ndarray] | None, page_size
 
     if found is None:
         return "run alone, the sample ends earlier: its result depends on the batch composition"
-    tokens, stored = found
+    tokens = found.tokens
     padded = np.zeros(1 << (len(tokens) - 1).bit_length(), np.int32)
     padded[: len(tokens)] = tokens
     spec = AttentionSpec(max_seq_len=max_seq_len)
     expected = compile_program(lambda model, tokens: keys_and_values(model, tokens, spec))(model, jnp.asarray(padded))
-    expected = np.asarray(expected.astype(jnp.float32))[:, : len(tokens)]
-    return where_stored_differs(stored, expected, page_size) or (
+    expected = {layer: np.asarray(values)[: len(tokens)] for layer, values in expected.items()}
+    return where_stored_differs(found.values, expected, page_size) or (
         f"run alone, all layers store the right keys and values for the first {len(tokens)} tokens: the cause is "
         "another request in the batch, the last layer, the head or the sampler"
     )

@@ -238,26 +238,44 @@ def _common_position(broken: Sequence[_Broken], page_size: int | None) -> str:
     )
 
 
-def where_stored_differs(stored: np.ndarray, expected: np.ndarray, page_size: int) -> str | None:
+def where_stored_differs(
+    stored: Mapping[int, np.ndarray], expected: Mapping[int, np.ndarray], page_size: int
+) -> str | None:
     """The first layer that stores wrong keys or values, in words; None if all are right.
 
     Args:
-        stored, expected: [layer, position, kv_pair, head_size], of one sequence.
+        stored, expected: [position, head, 2 or 1 (keys and values, or latents), head_size] of one sequence, by the
+            number of the layer. What is stored may have several copies of each head, one after the other.
     """
-    size = np.sqrt(np.mean(np.square(expected), axis=(1, 3), keepdims=True))
-    close = np.isclose(stored, expected, rtol=0, atol=_STORED * size)
-    wrong = ~np.all(close, axis=3)
-    if not wrong.any():
-        return None
-    layer = int(np.argmax(wrong.any(axis=(1, 2))))
-    positions, pairs = (np.flatnonzero(wrong[layer].any(axis=axis)) for axis in (1, 0))
+    before = None
+    for layer in sorted(expected):
+        copies = stored[layer].shape[1] // expected[layer].shape[1]
+        wrong = _differs(stored[layer], np.repeat(expected[layer], copies, axis=1))
+        if wrong.any():
+            if layer == 0:
+                cause = "they depend on the embeddings alone: look at positions, at where they are written and at the "
+                cause += "page table"
+            elif before == layer - 1:
+                cause = f"layer {before} stores the right ones: look at its attention and feed-forward"
+            else:
+                cause = f"look at layers {before or 0} to {layer - 1}, and at where its keys and values are written"
+            where = _which(wrong, copies, page_size)
+            return f"layer {layer} is the first to store wrong ones: {where}; {cause}"
+        before = layer
+    return None
+
+
+def _which(wrong: np.ndarray, copies: int, page_size: int) -> str:
+    """Heads, pages and first position of what `_differs` has found."""
+    positions, pairs = np.flatnonzero(wrong.any(axis=(1, 2))), wrong.any(axis=0)
     pages = ", ".join(map(str, sorted({int(p) // page_size for p in positions})[:8]))
-    what = [f"keys of head {p // 2}" if p % 2 == 0 else f"values of head {p // 2}" for p in pairs]
-    heads = "keys and values of all heads" if len(pairs) == wrong.shape[2] else ", ".join(what)
-    cause = (
-        "they depend on the embeddings alone: look at positions, at where they are written and at the page table"
-        if layer == 0
-        else f"layer {layer - 1} stores the right ones: look at its attention and feed-forward"
-    )
-    where = f"{heads}, in logical page {pages}, from position {positions[0]} on"
-    return f"layer {layer} is the first to store wrong ones: {where}; {cause}"
+    sides = ("keys", "values") if wrong.shape[2] == 2 else ("latents",)
+    what = dict.fromkeys(f"{sides[side]} of head {head // copies}" for head, side in np.argwhere(pairs))
+    heads = f"{' and '.join(sides)} of all heads" if pairs.all() else ", ".join(what)
+    return f"{heads}, in logical page {pages}, from position {positions[0]} on"
+
+
+def _differs(stored: np.ndarray, expected: np.ndarray) -> np.ndarray:
+    """Where the vectors of one layer differ, bool[position, head, side]."""
+    size = np.sqrt(np.mean(np.square(expected), axis=(0, 3), keepdims=True))
+    return ~np.all(np.isclose(stored, expected, rtol=0, atol=_STORED * size), axis=3)

@@ -189,6 +189,17 @@ def test_weights_that_change_give_each_token_its_version(case):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "case", ["looked_data2_model4", "lookedlatents_model2", "lookedtwosizes_data2", "lookedtwosizes_model2"]
+)
+def test_a_look_inside_finds_the_keys_and_values_of_a_rank_and_of_layers_of_two_sizes(case):
+    found = runs(case)[case]
+    assert "all layers store the right keys and values" in found["own"]
+    sides = "latents" if "latents" in case else "keys and values"
+    assert f"layer 0 is the first to store wrong ones: {sides} of all heads" in found["other"]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["slept_data2_model2", "slept_model4"])
 def test_an_engine_on_a_mesh_sleeps_and_takes_weights_from_another_mesh(case):
     check_slept(runs(case)[case])

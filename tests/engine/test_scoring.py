@@ -217,6 +217,10 @@ def test_what_is_not_finite_is_an_error_of_its_own_request(other):
     for output in outputs[1::2]:
         check(well, output.prompt_logprobs)
         assert [(c.token_ids, c.finish_reason) for c in output.completions] == [([], "length")]
+    last = text(20, seed=4) + [POISON]  # the logits that are not finite stand behind all that is scored
+    scored, sampled = other.generate([request(last), request(last, max_tokens=1)])
+    check(last, scored.prompt_logprobs)
+    assert [output.completions[0].finish_reason for output in (scored, sampled)] == ["length", "error"]
 
 
 def test_a_prompt_that_leaves_for_the_host_half_way_is_scored_anew(engine):

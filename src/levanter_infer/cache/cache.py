@@ -1,12 +1,11 @@
 """`Cache`: everything that a model remembers of all sequences, one pool for each kind of memory."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import equinox as eqx
-import jax.numpy as jnp
 from jax import Array
 
 from levanter_infer.cache.batch_info import PageBatchInfo
@@ -24,11 +23,9 @@ class PoolSpec:
     """Numbers of the layers, ascending; the pool has them in this order."""
 
 
-def in_layer_order(pools: Sequence[PoolSpec], parts: Sequence[Array]) -> Array:
-    """Arrays of the layers of each pool, [layers, …], as one of all layers in their order. Requires: equal shapes."""
-    order = [layer for spec in pools for layer in spec.layers]
-    found = jnp.concatenate(list(parts))
-    return found if order == sorted(order) else found[jnp.argsort(jnp.asarray(order))]
+def by_layer(pools: Iterable[tuple[PoolSpec, Array]]) -> dict[int, Array]:
+    """The array of each layer, by its number, from those of pools, [layers, …]."""
+    return {layer: part[i] for spec, part in pools for i, layer in enumerate(spec.layers)}
 
 
 class Cache(eqx.Module):

@@ -5,10 +5,11 @@ import dataclasses
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 from haliax import Axis, NamedArray
 from jax import Array
 
-from levanter_infer.axes import HEAD_SIZE, KV_HEADS, KV_PAIR, LAYERS, PAGE, PAGE_OFFSET, TOKEN
+from levanter_infer.axes import DATA, HEAD_SIZE, KV_HEADS, KV_PAIR, LAYERS, PAGE, PAGE_OFFSET, TOKEN
 from levanter_infer.cache.arrays import replace
 from levanter_infer.cache.batch_info import PageBatchInfo
 from levanter_infer.cache.pool import Pool
@@ -125,13 +126,29 @@ class KvPages(Pool):
         # All layers at once would need memory for everything that is copied.
         return replace(self, pages=jax.lax.fori_loop(0, self.num_layers, copy_layer, self.pages.array))
 
-    def values_at(self, pages: Array, offsets: Array) -> Array:
-        """Keys and values of stored tokens, all layers, f32[layers, n, 2 * kv_heads, head_size], heads interleaved.
+    def values_at(self, pages: Array, offsets: Array, rank: int = 0) -> Array:
+        """Keys and values of stored tokens, all layers, f32[layers, n, kv_heads, 2, head_size]; of latents
+        f32[layers, n, kv_heads, 1, head_size]. On a mesh the heads are those of all devices, copies included.
+
+        Requires: the pool is no tracer, and this process holds the rank's part of it.
 
         Args:
-            pages, offsets: i32[n], where each token is stored; anything where a page is none.
+            pages, offsets: i32[n], where each token is stored.
+            rank: the data-parallel rank that stores them.
         """
-        return self.backend.read_kv(self.pages.array, self.shape, pages, offsets)
+        names = [axis.name for axis in self.pages.axes]
+        ranks, head, of_devices = DATA in names, names.index(KV_PAIR), {}
+        for shard in self.pages.array.addressable_shards:
+            if not ranks or shard.index[0] == slice(rank, rank + 1):
+                array = shard.data[0] if ranks else shard.data
+                heads = self.backend.read_kv(array, self.shape, *jax.device_put((pages, offsets), shard.device))
+                of_devices[shard.index[head].start or 0] = np.asarray(heads)
+        return self.by_head(jnp.asarray(np.concatenate([of_devices[start] for start in sorted(of_devices)], axis=2)))
+
+    def by_head(self, values: Array) -> Array:
+        """Keys and values [layers, n, kv_pair, head_size] as [layers, n, kv_heads, 2, head_size]; 1 of latents."""
+        layers, count, _, size = values.shape
+        return values.reshape(layers, count, -1, 1 if self.is_latent else 2, size)
 
     def take(self, entries: Array) -> Array:
         """As `Pool.take`: `[layers, n, …]` as stored."""

@@ -143,7 +143,7 @@ _DECLARED = (
     _bench("continuous_tokens_per_sec", "tokens/s", "open loop, ramp and tail included", "M71"),
     _bench("continuous_steady_tokens_per_sec", "tokens/s", "open loop, without ramp and tail", "M71"),
     _bench("final_tokens_per_s", "tokens/s", "over the last 256 tokens", "I28"),
-    _bench("perplexity", "", "with cached K/V", "I31"),
+    _bench("perplexity", "", "of the tokens scored", "I31"),
     _bench(
         "compute_utilisation", "ratio", "of attention or steps: arithmetic done over what the device could do", "I32"
     ),

@@ -503,7 +503,10 @@ class RankSlots:
         for slot, sample in list(self.active.items()):
             if outputs.status[slot] == FINISHED and _was_admitted_by(sample, round_id):
                 if sample.finish_reason is None:
-                    sample.finish(*_REASONS[int(outputs.finish_reason[slot])])
+                    reason = int(outputs.finish_reason[slot])
+                    if not sample.request.params.max_tokens and reason in (ERROR, IMPOSSIBLE):
+                        reason = LENGTH  # it samples nothing; its scores say whether they are finite
+                    sample.finish(*_REASONS[reason])
                     known.append(sample)
                 self._free_slot(sample)
         if not self.active:

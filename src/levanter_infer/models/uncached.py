@@ -8,7 +8,7 @@ from jax import Array
 
 from levanter_infer.axes import POSITION, ROW, ROW_BOUND, SEQ_PAGE, TOKEN
 from levanter_infer.cache.batch_info import PageBatchInfo
-from levanter_infer.cache.cache import Cache, in_layer_order
+from levanter_infer.cache.cache import Cache, by_layer
 from levanter_infer.cache.kv_pages import KvPages
 from levanter_infer.cache.memory import PoolSizes
 from levanter_infer.kernels.xla.backend import ReferenceBackend
@@ -60,12 +60,12 @@ def token_scores(model: DecoderModel, tokens: Array, attention: AttentionSpec = 
     return jax.tree.map(lambda scores: scores.reshape(-1), jax.lax.map(block, parts))
 
 
-def keys_and_values(model: DecoderModel, tokens: Array, attention: AttentionSpec = PLAIN) -> Array:
-    """Keys and values of `tokens` i32[n] in the layers that have them, computed in one piece, and kept in one page by
-    the reference attention.
+def keys_and_values(model: DecoderModel, tokens: Array, attention: AttentionSpec = PLAIN) -> dict[int, Array]:
+    """Keys and values of `tokens` i32[n], computed in one piece, and kept in one page by the reference attention.
 
-    Requires: n is a power of two; these layers have keys and values of one shape.
-    Returns: [layer, n, kv_pair, head_size], in the dtype of the model.
+    Requires: n is a power of two.
+    Returns: f32[n, kv_head, 2, head_size], of latents f32[n, 1, 1, head_size], by the number of each layer that stores
+        some.
     """
     size = tokens.shape[0]
     index = jnp.arange(size, dtype=jnp.int32)
@@ -83,5 +83,5 @@ def keys_and_values(model: DecoderModel, tokens: Array, attention: AttentionSpec
     pools = model.config.pools
     sizes = PoolSizes(num_pages=1, page_size=size, num_slots=1, dtype=model.dtype, backend=ReferenceBackend())
     _, cache = model.hidden(batch, Cache.init(pools, sizes), attention)
-    stored = [(s, p.pages.array[:, 0]) for s, p in zip(pools, cache.pools, strict=True) if isinstance(p, KvPages)]
-    return in_layer_order(*zip(*stored, strict=True))
+    stored = [(spec, pool) for spec, pool in zip(pools, cache.pools, strict=True) if isinstance(pool, KvPages)]
+    return by_layer((spec, pool.by_head(pool.pages.array[:, 0]).astype(jnp.float32)) for spec, pool in stored)
