@@ -142,7 +142,7 @@ def test_calls_while_asleep_say_so_by_name_and_cancel_works(engine):
 
 
 def test_an_update_that_sends_the_engine_to_sleep_ends_its_call_and_no_other(engine):
-    (output,) = engine.generate([request(text(6))], on_update=lambda *_: engine.sleep())
+    (output,) = engine.generate([request(text(6), max_tokens=2)], on_update=lambda *_: engine.sleep())
     assert output.completions[0].finish_reason == "length"  # sleep reads the round in flight
     engine.wake()
     other = engine.submit(request(text(5), temperature=0.0))
