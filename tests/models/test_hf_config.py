@@ -203,6 +203,11 @@ def test_keys_that_change_nothing_are_accepted():
             {"rope_parameters": {"full_attention": {}}, "rope_theta": 5.0},
             "rope_theta=5.0, expected None",
         ),
+        (
+            "gemma3_text",
+            {"rope_parameters": {"rope_type": "linear", "factor": 8.0}},
+            "rope_parameters=.*linear.*, expected an entry for each of full_attention and sliding_attention",
+        ),
         ("olmo3", {"layer_types": ["full_attention"]}, "one entry for each of num_hidden_layers=2"),
         ("phi3", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "'linear', expected default or longrope"),
         ("phi3", {"partial_rotary_factor": 0.75}, "partial_rotary_factor=0.75 of head_dim=4 is 3, odd"),
@@ -264,6 +269,37 @@ def test_published_files_with_older_keys_are_read():
     assert [block.mixer.rope is None for block in smollm3.blocks] == [False, True] and smollm3.ropes[0].theta == 2e6
     olmo3 = parse(model_type="olmo3", rope_scaling={"rope_type": "linear", "factor": 2.0}, num_hidden_layers=4)
     assert [block.mixer.rope.kind for block in olmo3.blocks] == ["default"] * 3 + ["linear"]
+
+
+def test_what_transformers_writes_when_it_saves_is_read():
+    moe = {"model_type": "qwen2_moe", "num_key_value_heads": 2}
+    assert parse(**moe, use_sliding_window=False, sliding_window=0) == parse(**moe)
+    with pytest.raises(ValueError, match="sliding_window=0, expected a whole number"):
+        parse(**moe, use_sliding_window=True, sliding_window=0)
+    hybrid = {**load_case("nemotron_h").config, "use_bias": True}
+    assert parse(hybrid, mamba_proj_bias=False) == parse(hybrid)
+    exaone = {"model_type": "exaone4", "num_key_value_heads": 2, "layer_types": ["full_attention", "sliding_attention"]}
+    assert parse(**exaone, sliding_window_pattern=2) == parse(**exaone)
+    kept = {"rope_type": "longrope", **LONG, "factor": 32.0}
+    assert parse(rope_scaling=kept) == parse(
+        rope_scaling={**kept, "original_max_position_embeddings": parse().max_position_embeddings}
+    )
+    mixtral = {"model_type": "mixtral", "num_key_value_heads": 2}
+    assert parse(**mixtral, attention_bias=False) == parse(**mixtral)
+
+
+def test_a_scale_of_zero_is_none_as_hf_takes_it():
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+    assert parse(rope_scaling={**yarn, "mscale": 0, "mscale_all_dim": 0.0}) == parse(rope_scaling=yarn)
+    with pytest.raises(ValueError, match="mscale=False, expected a finite number"):
+        parse(rope_scaling={**yarn, "mscale": False})
+    devstral = {**yarn, "rope_theta": 1e6, "mscale": 1.0, "mscale_all_dim": 0.0, "llama_4_scaling_beta": 0.0}
+    ministral = {**LLAMA, "model_type": "ministral3", "num_key_value_heads": 2}
+    found = parse(ministral, rope_parameters=devstral)
+    assert found.ropes[0].query_beta is None and found.ropes[0].mscale_all_dim is None
+    assert parse(family_for(ministral).config_to_hf(found)) == found
+    with pytest.raises(ValueError, match="llama_4_scaling_beta=-0.1, expected a finite number"):
+        parse(ministral, rope_parameters={**devstral, "llama_4_scaling_beta": -0.1})
 
 
 PUBLISHED = {

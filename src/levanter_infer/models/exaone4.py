@@ -15,12 +15,9 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     hf = HfConfig(raw)
     sizes = read_sizes(hf, kv_heads=32, head_dim=None, max_positions=2048, norm_eps=1e-5)
     size = hf.optional_count("sliding_window", 4096)
-    # HF goes by `layer_types` where it is there; the pattern of released files is then the text "LLLG".
-    pattern = 4
-    if raw.get("layer_types") is None and size is not None:
-        pattern = hf.count("sliding_window_pattern", pattern)
-    else:
-        hf.only("sliding_window_pattern", "LLLG", 4, 0, None)
+    hf.ignore("sliding_window_pattern")  # HF goes by `layer_types` where it is there
+    by_pattern = raw.get("layer_types") is None and size is not None
+    pattern = hf.count("sliding_window_pattern", 4) if by_pattern else 4
     windows = hf.windows(sizes.num_layers, size, lambda layer: size is not None and (layer + 1) % pattern != 0)
     hf.finish()
     norm = sizes.norm()

@@ -45,6 +45,7 @@ NEUTRAL: dict[str, tuple] = {
     "pruned_heads": (None, {}),
     "activation": ("swiglu", "silu", None),
     "partial_rotary_factor": (1, None),
+    "attention_bias": (False, None),
     "rope_interleaved": (False, None),
     "use_mrope": (False, None),
     "quantization_config": (None,),
@@ -279,15 +280,16 @@ class HfConfig:
         rope = parse_rope(kind, float(theta), scaling, where, rotated, max_position_embeddings)
         return dataclasses.replace(rope, partial=share, interleaved=interleaved, query_beta=beta)
 
-    def _query_beta(self, scaling: dict, where: str, original: float | None) -> float:
-        """Take the keys of query scaling out of the rope object."""
+    def _query_beta(self, scaling: dict, where: str, original: float | None) -> float | None:
+        """Take the keys of query scaling out of the rope object; None for a beta of 0, which scales nothing."""
         scaling.pop("max_position_embeddings", None)  # HF has no use for it here
         if scaling.get("llama_4_scaling_beta") is None or original is None:
             raise ValueError(
                 f"config.json: {where}={scaling}, expected llama_4_scaling_beta and original_max_position_embeddings: "
                 "this family scales queries by their positions"
             )
-        return _number(f"config.json: {where}", "llama_4_scaling_beta", scaling.pop("llama_4_scaling_beta"))
+        beta = scaling.pop("llama_4_scaling_beta")
+        return None if _is_zero(beta) else _number(f"config.json: {where}", "llama_4_scaling_beta", beta)
 
     def ropes_by_kind(
         self,
@@ -319,6 +321,8 @@ class HfConfig:
             parts = {kind: HfConfig({"rope_parameters": new.get(kind)}) for kind in (FULL, SLIDING)}
             kinds = {FULL: (full_head_dim or head_dim, theta), SLIDING: (head_dim, default_local)}
             return {k: parts[k].rope(d, max_position_embeddings, theta=theta) for k, (d, theta) in kinds.items()}
+        if new:
+            raise self.fail("rope_parameters", f"an entry for each of {FULL} and {SLIDING}: HF ignores any other")
         full = self.rope(head_dim, max_position_embeddings, theta=theta)
         local = full.theta if local_theta is None else self.number("rope_local_base_freq", local_theta)
         return {FULL: full, SLIDING: RopeConfig(theta=local)}
@@ -368,8 +372,8 @@ def parse_rope(
 ) -> RopeConfig:
     """Check the keys of one rope kind and fill in what HF derives.
 
-    Where the original length is not given, HF takes `max_position_embeddings` for it. Where longrope gives one, its
-    factor is the ratio of the two, and a `factor` beside it must agree.
+    Where the original length is not given, HF takes `max_position_embeddings` for it, and writes that when it saves.
+    Where longrope gives another one, its factor is the ratio of the two, and a `factor` beside it must agree.
     """
     required, optional = _ROPE_KEYS[kind]
     for key in required:
@@ -386,7 +390,8 @@ def parse_rope(
     for key in scaling:
         if key not in (*required, *optional):
             raise _unknown(f"config.json: {where}.{key}={scaling[key]!r}", key, (*required, *optional))
-    values: dict[str, Any] = {key: value for key, value in scaling.items() if value is not None}
+    unset = {key for key in ("mscale", "mscale_all_dim") if _is_zero(scaling.get(key))}  # as HF takes a 0
+    values: dict[str, Any] = {k: value for k, value in scaling.items() if value is not None and k not in unset}
     original = values.pop("original_max_position_embeddings", None)
     for key in ("short_factor", "long_factor"):
         if key in values:
@@ -430,6 +435,8 @@ def _longrope_factor(given, scaling: Mapping, where: str, original: int | None, 
         return 1.0 if given is None else given
     assert original is not None
     ratio = max_positions / original
+    if given is not None and ratio == 1:
+        return given
     if given is not None and given != ratio:
         raise ValueError(
             f"config.json: {where}.factor={given} but max_position_embeddings / original_max_position_embeddings is "
@@ -458,6 +465,10 @@ def _divisors(where: str, key: str, value, count: int) -> tuple[float, ...]:
         got = f"{len(value)} entries" if isinstance(value, list) else repr(value)
         raise ValueError(f"config.json: {where}.{key} has {got}, expected a list of head_dim / 2 = {count} numbers")
     return tuple(_number(f"config.json: {where}", key, item) for item in value)
+
+
+def _is_zero(value) -> bool:
+    return type(value) in (int, float) and value == 0
 
 
 def _number(where: str, key: str, value) -> float:

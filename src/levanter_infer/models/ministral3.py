@@ -44,7 +44,7 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
 
 def config_to_hf(config: DecoderConfig) -> dict[str, Any]:
     keys = rope_to_hf(config.ropes[0], config.max_position_embeddings)
-    rope = {**keys.pop("rope_scaling"), **keys}
+    rope = {"llama_4_scaling_beta": 0.0, **keys.pop("rope_scaling"), **keys}
     return {**common_to_hf(config, {"rope_parameters": rope}), "sliding_window": config.windows[0]}
 
 

@@ -39,6 +39,7 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     """Raises: ValueError naming the key that is unknown, malformed or not implemented."""
     pattern = _pattern(raw)
     defaults = {"mamba_num_heads": 128, "mamba_head_dim": 64, "n_groups": 8, "ssm_state_size": 128}
+    raw = {key: value for key, value in raw.items() if key != "mamba_proj_bias"}  # HF goes by `use_bias` alone
     hf = HfConfig({"num_hidden_layers": len(pattern), **defaults, **raw}, NAMES)
     sizes = read_sizes(
         hf, kv_heads=8, head_dim=128, max_positions=4096, norm_eps=1e-5, activation=Activation.RELU2, inner_factor=1

@@ -24,8 +24,9 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     experts = ExpertsBlock(number, chosen, width, Router(normalize=normalize), shared_width=shared, shared_gate=True)
     step, dense = hf.count("decoder_sparse_step", 1), hf.layers("mlp_only_layers", sizes.num_layers)
     bias = hf.flag("qkv_bias", True)
-    used, window = hf.flag("use_sliding_window", False), hf.optional_count("sliding_window", 4096)
-    window, last = window if used else None, hf.size("max_window_layers", 28)
+    hf.ignore("sliding_window")  # HF writes 0 where none is used
+    window = hf.optional_count("sliding_window", 4096) if hf.flag("use_sliding_window", False) else None
+    last = hf.size("max_window_layers", 28)
     needs = "use_sliding_window=true and a sliding_window"
     windows = hf.windows(sizes.num_layers, window, lambda i: window is not None and i % 2 == 0 and i < last, needs)
     hf.finish()
