@@ -101,7 +101,16 @@ REFUSED = {
     "lora_alpha=1000.*0, expected a number": {"lora_alpha": 10**400},
     "alpha_pattern=.*is a pattern": {"alpha_pattern": {"^model.*": 2}},
     "use_rslora='yes', expected true or false": {"use_rslora": "yes"},
+    "r=0, expected a whole number": {"r": 0},
+    "rank_pattern='x', expected an object": {"rank_pattern": "x"},
+    "of rank [0-9]+, and adapter_config.json has ranks 99": {"r": 99, "rank_pattern": None},
+    "use_later_lora=True, expected no such key": {"use_later_lora": True},
 }
+
+
+def test_keys_that_a_later_peft_adds_and_does_not_use_are_read(tmp_path):
+    base, adapter, _ = golden("plain", tmp_path, use_later_lora=False, later_config=None, velora_config={"groups": 2})
+    load_model(base, adapter=adapter)
 
 
 @pytest.mark.parametrize("says", REFUSED)

@@ -30,7 +30,7 @@ from levanter_infer.bench.report import (
     summarize,
     utilisation,
 )
-from levanter_infer.bench.workload import amount, count, numbers
+from levanter_infer.bench.workload import amount, count, names, numbers
 from levanter_infer.cache.batch_info import PageBatchInfo
 from levanter_infer.cache.kv_pages import KvPages
 from levanter_infer.decode.programs import compile_program
@@ -80,7 +80,9 @@ class Case:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--phases", default=",".join(PHASES), help="of decode, prefill; default both")
+    parser.add_argument(
+        "--phases", type=names(PHASES), default=",".join(PHASES), help="of decode, prefill; default both"
+    )
     parser.add_argument("--batch", type=numbers, default=(1, 8, 32), help="sequences; default 1,8,32")
     parser.add_argument("--context", type=numbers, default=(128, 1024, 8192), help="tokens; default 128,1024,8192")
     parser.add_argument("--page-size", type=numbers, default=(16,), help="default 16")
@@ -105,9 +107,7 @@ def run(args: argparse.Namespace) -> None:
     """Print one line per phase, batch, context, page size and implementation."""
     about, peaks = provenance(), device_peaks(args.dtype)
     curves: dict[str, tuple[list[float], list[float]]] = {}
-    for phase, batch, page_size, context in itertools.product(
-        args.phases.split(","), args.batch, args.page_size, args.context
-    ):
+    for phase, batch, page_size, context in itertools.product(args.phases, args.batch, args.page_size, args.context):
         queries = 1 if phase == "decode" else min(args.chunk // batch, context)
         if phase == "prefill" and queries < 2:
             continue  # more sequences than tokens: each would decode

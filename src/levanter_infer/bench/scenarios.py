@@ -32,6 +32,7 @@ from levanter_infer.bench.workload import (
     add_model_arguments,
     count,
     model_sizes,
+    names,
     numbers,
     random_model,
     random_prompts,
@@ -54,7 +55,7 @@ _UNCACHED_SHAPES = 8
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     known = ",".join(CASES)
-    parser.add_argument("--cases", default=known, help=f"of {known}; default all")
+    parser.add_argument("--cases", type=names(CASES), default=known, help=f"of {known}; default all")
     add = parser.add_argument
     add("--tokens", type=count, default=100_000, help="single: prompt and generated tokens; default 100000")
     add("--generate", type=count, default=256, help="single, mixed, random, chat: tokens each generates; default 256")
@@ -77,7 +78,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     """Print one line per measurement of each case."""
     about = provenance()
-    for name in args.cases.split(","):
+    for name in args.cases:
         for line in CASES[name](args):
             config = {"model": model_sizes(args), "dtype": line.pop("dtype", args.dtype), "chunk": args.chunk}
             emit({"bench": "scenarios", "case": name, **line, "config": config, **about})

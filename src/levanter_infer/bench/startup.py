@@ -15,7 +15,7 @@ from pathlib import Path
 
 from levanter_infer.bench.one_start import PROMPT
 from levanter_infer.bench.report import add_plot_argument, digest, draw, emit, provenance, summarize
-from levanter_infer.bench.workload import add_model_arguments, count, model_sizes, numbers, random_model
+from levanter_infer.bench.workload import add_model_arguments, count, model_sizes, names, numbers, random_model
 from levanter_infer.checkpoints.save import save_model
 from levanter_infer.runtime.compile_cache import VARIABLE
 
@@ -23,7 +23,9 @@ CASES = ("start", "sample", "layers")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--cases", default=",".join(CASES), help=f"of {', '.join(CASES)}; default all")
+    parser.add_argument(
+        "--cases", type=names(CASES), default=",".join(CASES), help=f"of {', '.join(CASES)}; default all"
+    )
     parser.add_argument("--model", type=Path, help="a checkpoint; default: a random one of --shape, made for the run")
     parser.add_argument("--repeats", type=count, default=3, help="runs of each case; the median is reported")
     parser.add_argument(
@@ -35,14 +37,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Print two lines, cold and warm, for starts of the library and of the command; and one per number of layers."""
-    about, wanted = provenance(), args.cases.split(",")
+    about = provenance()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         for case, start in (("start", _start), ("sample", _sample)):
-            if case in wanted:
+            if case in args.cases:
                 for line in _cold_and_warm(args, folder, case, start):
                     emit({"bench": "startup", **line, **about})
-        if "layers" in wanted:
+        if "layers" in args.cases:
             medians = []
             for layers in args.layer_counts:
                 line = _compilation(args, folder, layers)

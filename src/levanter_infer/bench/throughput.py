@@ -19,6 +19,7 @@ from levanter_infer.bench.workload import (
     add_weight_dtype,
     count,
     model_sizes,
+    names,
     numbers,
     random_model,
     random_prompts,
@@ -36,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompt", type=numbers, default=(128,), help="prompt tokens, comma-separated; default 128")
     parser.add_argument("--output", type=numbers, default=(64,), help="generated tokens, comma-separated; default 64")
     parser.add_argument("--repeats", type=count, default=5)
-    parser.add_argument("--modes", default="greedy,sampled", help=f"of {', '.join(SAMPLING)}")
+    parser.add_argument("--modes", type=names(SAMPLING), default="greedy,sampled", help=f"of {', '.join(SAMPLING)}")
     parser.add_argument("--attention", default="auto", help="engine.attention; default auto")
     parser.add_argument("--matmul", default="auto", help="engine.matmul; default auto")
     add_isa_argument(parser)
@@ -88,7 +89,7 @@ def compare(
     prompts = random_prompts(sizes["vocab"], [prompt] * batch, seed=batch)
     timed: dict[str, Timed] = {isa: functools.partial(timed_call, engine, prompts) for isa, engine in engines.items()}
     lines: list[dict[str, object]] = []
-    for mode in args.modes.split(","):
+    for mode in args.modes:
         for call in timed.values():
             call(mode, 1 + output)  # compiles
         short: dict[str, list[float]] = {isa: [] for isa in engines}
@@ -120,7 +121,7 @@ def compare(
 
 def measure(engine: InferenceEngine, args, batch: int, prompt: int, output: int) -> list[dict[str, object]]:
     """A line for each mode."""
-    sizes, modes = model_sizes(args), args.modes.split(",")
+    sizes, modes = model_sizes(args), args.modes
     prompts = random_prompts(sizes["vocab"], [prompt] * batch, seed=batch)
     timed = functools.partial(timed_call, engine, prompts)
 

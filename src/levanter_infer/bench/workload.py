@@ -2,7 +2,7 @@
 
 import argparse
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -44,6 +44,19 @@ def count(text: str) -> int:
 def numbers(text: str) -> tuple[int, ...]:
     """`1,2,3` as whole numbers above 0, for argparse."""
     return tuple(count(part) for part in text.split(","))
+
+
+def names(choices: Iterable[str]) -> Callable[[str], tuple[str, ...]]:
+    """`one,other`, each one of `choices`, for argparse."""
+    known = tuple(choices)
+
+    def parse(text: str) -> tuple[str, ...]:
+        found = tuple(text.split(","))
+        if unknown := [name for name in found if name not in known]:
+            raise argparse.ArgumentTypeError(f"{unknown[0]!r} is none of {', '.join(known)}")
+        return found
+
+    return parse
 
 
 def span(text: str) -> tuple[int, int]:

@@ -31,6 +31,16 @@ _REFUSED = (
     *("trainable_token_indices", "use_bdlora", "arrow_config", "kasa_config", "monteclora_config"),
 )
 """Keys with which a weight is not W + s · B · A."""
+_NOTHING = (None, False, [], {})
+"""Values of a key that is not used."""
+_SCALES = ("r", "rank_pattern", "lora_alpha", "alpha_pattern")
+_UNUSED = (
+    *("peft_version", "auto_mapping", "base_model_name_or_path", "revision", "task_type", "inference_mode"),
+    *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "modules_to_save", "bias"),
+    *("lora_dropout", "fan_in_fan_out", "ensure_weight_tying", "megatron_config", "megatron_core", "runtime_config"),
+    *("loftq_config", "eva_config", "corda_config", "lora_ga_config", "velora_config", "qalora_group_size"),
+)
+"""Keys of training, and of what the tensors or other keys say."""
 _INITS = (True, False, "gaussian", "orthogonal", "eva")
 """Initialisations after which the base is as it was. With others (PiSSA, OLoRA, CorDA, LoftQ) the adapter belongs to a
 base that was changed."""
@@ -200,6 +210,11 @@ def _change(module: str, stored: Mapping[str, StoredTensor], config: "_Config", 
         )
     if down.dtype not in DTYPES or up.dtype not in DTYPES:
         raise ValueError(f"{down.path}: {down.name!r} is {down.dtype} and {up.name!r} {up.dtype}, expected floats")
+    if down.shape[0] not in config.ranks:
+        raise ValueError(
+            f"{down.path}: {down.name!r} is {list(down.shape)}, of rank {down.shape[0]}, and {ADAPTER_CONFIG} has "
+            f"ranks {', '.join(map(str, sorted(config.ranks)))} (r, rank_pattern); they are of two adapters"
+        )
     # A table [vocab, embed] is changed by the transpose: PEFT's A is [r, vocab] then, and B [embed, r].
     return Change(down, up, config.scale(module, down.shape[0]), is_table or is_transposed)
 
@@ -208,6 +223,8 @@ def _change(module: str, stored: Mapping[str, StoredTensor], config: "_Config", 
 class _Config:
     """adapter_config.json."""
 
+    ranks: frozenset[int]
+    """Those of the tensors: `r` and the values of `rank_pattern`."""
     alpha: float
     alphas: Mapping[str, float]
     """Alpha of the modules whose name, or its end after a dot, is the key."""
@@ -228,7 +245,7 @@ class _Config:
         if raw.get("peft_type") != "LORA":
             raise fail("peft_type", "LORA: no other adapters are read; merge it with PEFT's merge_and_unload")
         for key in _REFUSED:
-            if raw.get(key) not in (None, False, [], {}):
+            if raw.get(key) not in _NOTHING:
                 raise fail(key, "nothing: this is not implemented; merge the adapter with PEFT's merge_and_unload")
         init = raw.get("init_lora_weights", True)
         if init not in _INITS:
@@ -237,6 +254,11 @@ class _Config:
                 "an initialisation that leaves the base as it was; save the adapter as one of the original model "
                 "(path_initial_model_for_weight_conversion)",
             )
+        rank, ranks = raw.get("r", 8), raw.get("rank_pattern") or {}
+        if type(rank) is not int or rank < 1:
+            raise fail("r", "a whole number of at least 1")
+        if not isinstance(ranks, dict) or not all(type(value) is int and value > 0 for value in ranks.values()):
+            raise fail("rank_pattern", "an object of whole numbers of at least 1")
         alpha, alphas = raw.get("lora_alpha", 8), raw.get("alpha_pattern") or {}
         if not _is_number(alpha):
             raise fail("lora_alpha", "a number")
@@ -248,7 +270,12 @@ class _Config:
         by_root = raw.get("use_rslora", False) or False
         if not isinstance(by_root, bool):
             raise fail("use_rslora", "true or false")
-        return _Config(alpha, alphas, by_root)
+        for key in set(raw) - {"peft_type", "init_lora_weights", "use_rslora", *_SCALES, *_REFUSED, *_UNUSED}:
+            if raw[key] not in _NOTHING:
+                raise fail(
+                    key, "no such key: it may change what the weights become; merge it with PEFT's merge_and_unload"
+                )
+        return _Config(frozenset({rank, *ranks.values()}), alpha, alphas, by_root)
 
 
 def _is_number(value: Any) -> bool:
