@@ -370,11 +370,23 @@ def test_hub_that_does_not_answer_is_reported(monkeypatch):
         load_model("org/name", revision="v1")
 
 
+PARENTS = {
+    "gemma3": {"architectures": ["Gemma3ForConditionalGeneration"], "mm_tokens_per_image": 256},
+    "mistral3": {
+        **{"architectures": ["Mistral3ForConditionalGeneration"], "projector_hidden_act": "gelu"},
+        **{"multimodal_projector_bias": False, "spatial_merge_size": 2, "vision_feature_layer": -1},
+    },
+}
+
+
 @pytest.mark.parametrize(
     "prefixes", [("language_model.model.", "language_model.lm_head."), ("model.language_model.", "lm_head.")]
 )
-def test_the_text_model_of_a_multimodal_checkpoint_is_read_alone(tmp_path, prefixes):
-    case = load_case("gemma3_untied")
+@pytest.mark.parametrize(
+    "name, parent_type", [("gemma3_untied", "gemma3"), ("mistral", "mistral3"), ("ministral3", "mistral3")]
+)
+def test_the_text_model_of_a_multimodal_checkpoint_is_read_alone(tmp_path, prefixes, name, parent_type):
+    case = load_case(name)
     tensors = make_weights(case.name, case.config)
     model, _ = load_model(write_checkpoint(tmp_path / "text", case))
     named = {
@@ -382,8 +394,8 @@ def test_the_text_model_of_a_multimodal_checkpoint_is_read_alone(tmp_path, prefi
     }
     vision = {"vision_tower.embeddings.weight": np.ones((3, 4), np.float32), "multi_modal_projector.norm": np.ones(3)}
     config = {
-        "model_type": "gemma3", "architectures": ["Gemma3ForConditionalGeneration"], "text_config": case.config,
-        "vision_config": {"hidden_size": 4}, "mm_tokens_per_image": 256, "image_token_index": 9, "eos_token_id": [1, 2],
+        "model_type": parent_type, "text_config": case.config, "vision_config": {"hidden_size": 4},
+        "image_token_index": 9, "eos_token_id": [1, 2], **PARENTS[parent_type],
     }  # fmt: skip
     directory = tmp_path / "parent"
     directory.mkdir()

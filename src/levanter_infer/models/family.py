@@ -81,6 +81,13 @@ class Family:
         return found
 
 
+LLAVA_PREFIXES = (
+    ("language_model.model.", "model."),
+    ("language_model.lm_head.", "lm_head."),
+    ("model.language_model.", "model."),
+)
+"""`Family.prefixes` of a text model within HF's LLaVA, as published, and as transformers 5 writes them."""
+LLAVA_UNUSED = ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.")
 TENSOR_NAMES = {
     "embeddings.weight": "model.embed_tokens.weight",
     **{

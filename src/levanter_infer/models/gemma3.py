@@ -5,7 +5,7 @@ from typing import Any
 
 from levanter_infer.layers.rotary import RopeConfig
 from levanter_infer.models.config import DecoderConfig
-from levanter_infer.models.family import Family, common_to_hf, ropes_by_kind_to_hf
+from levanter_infer.models.family import LLAVA_PREFIXES, LLAVA_UNUSED, Family, common_to_hf, ropes_by_kind_to_hf
 from levanter_infer.models.gemma import read_gemma
 from levanter_infer.models.gemma2 import GEMMA2_TENSORS, gemma2_decoder, gemma2_keys
 from levanter_infer.models.hf_config import HfConfig
@@ -54,12 +54,7 @@ GEMMA3_WITH_VISION = Family(
     parent_config_from_hf,
     config_to_hf,
     GEMMA2_TENSORS,
-    # As published, and as transformers 5 writes them.
-    prefixes=(
-        ("language_model.model.", "model."),
-        ("language_model.lm_head.", "lm_head."),
-        ("model.language_model.", "model."),
-    ),
-    unused=("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector."),
+    prefixes=LLAVA_PREFIXES,
+    unused=LLAVA_UNUSED,
 )
 """Read as its text model, and saved as one (`gemma3_text`)."""

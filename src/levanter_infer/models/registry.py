@@ -40,6 +40,7 @@ from levanter_infer.models.minicpm3 import MINICPM3
 from levanter_infer.models.minimax_m2 import MINIMAX_M2
 from levanter_infer.models.ministral3 import MINISTRAL3
 from levanter_infer.models.mistral import MISTRAL
+from levanter_infer.models.mistral3 import MISTRAL3_WITH_VISION
 from levanter_infer.models.mixtral import MIXTRAL
 from levanter_infer.models.nemotron import NEMOTRON
 from levanter_infer.models.nemotron_h import NEMOTRON_H
@@ -89,6 +90,7 @@ MULTIMODAL = {
         GEMMA3_WITH_VISION,
         GEMMA4_WITH_VISION,
         LLAMA4_WITH_VISION,
+        MISTRAL3_WITH_VISION,
         QWEN3_5_WITH_VISION,
         QWEN3_5_MOE_WITH_VISION,
     )
