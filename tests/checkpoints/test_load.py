@@ -417,6 +417,39 @@ def test_the_text_model_of_a_multimodal_checkpoint_is_read_alone(tmp_path, prefi
         load_model(directory)
 
 
+@pytest.mark.parametrize("name, parent_type", [("qwen3", "qwen3_vl"), ("qwen3_moe", "qwen3_vl_moe")])
+def test_the_text_model_of_qwen3_vl_is_a_qwen3(tmp_path, name, parent_type):
+    """As published: the rope has several axes, and the experts of a layer are one tensor, [expert, in, out]."""
+    case = load_case(name)
+    tensors = make_weights(case.name, case.config)
+    model, _ = load_model(write_checkpoint(tmp_path / "text", case))
+    stacked = {}
+    for layer in range(case.config["num_hidden_layers"] if name == "qwen3_moe" else 0):
+        path, experts = f"model.layers.{layer}.mlp.experts", range(case.config["num_experts"])
+        gate, up, down = (
+            np.stack([tensors.pop(f"{path}.{expert}.{part}_proj.weight").T for expert in experts])
+            for part in ("gate", "up", "down")
+        )
+        gate_up, down = map(np.ascontiguousarray, (np.concatenate([gate, up], axis=2), down))
+        stacked |= {f"{path}.gate_up_proj": gate_up, f"{path}.down_proj": down}
+    named = {n.replace("model.", "model.language_model.", 1): t for n, t in (tensors | stacked).items()}
+    rope = {"rope_type": "default", "mrope_section": [24, 20, 20], "mrope_interleaved": True}
+    text = {**case.config, "model_type": f"{parent_type}_text", "rope_scaling": rope}
+    tokens = {"image_token_id": 5, "video_token_id": 6, "vision_start_token_id": 7, "vision_end_token_id": 8}
+    config = {"model_type": parent_type, "text_config": text, "vision_config": {"depth": 2}, **tokens}
+    directory = tmp_path / "parent"
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps(config))
+    save_file(named | {"model.visual.pos_embed.weight": np.ones((3, 4), np.float32)}, directory / "model.safetensors")
+    parent, _ = load_model(directory)
+    assert parent.config == model.config and eqx.tree_equal(parent, model)
+    del text["rope_theta"]  # HF's default is not that of Qwen3
+    assert family_for(config).config_from_hf(config).ropes[0].theta == 5e5
+    for refused in ({"rope_scaling": {**rope, "rope_type": "mrope"}}, {"mrope_section": [1]}):
+        with pytest.raises(ValueError, match="rope_type='mrope', expected|key 'mrope_section'"):
+            family_for(config).config_from_hf({**config, "text_config": {**text, **refused}})
+
+
 def test_layers_for_multi_token_prediction_are_skipped_by_their_number(tmp_path):
     """GLM-4.5 has them behind the last layer, and `num_nextn_predict_layers` of them."""
     case = load_case("glm4_moe")

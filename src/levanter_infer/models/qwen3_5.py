@@ -1,6 +1,6 @@
 """Qwen3.5, its text models: the layers of Qwen3-Next, dense or with experts, in tensors of their own."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from levanter_infer.models.blocks import Block
@@ -18,6 +18,7 @@ from levanter_infer.models.qwen3_next import (
     ropes,
     with_delta_net,
 )
+from levanter_infer.models.qwen3_vl import with_vision, without_rope_axes
 from levanter_infer.models.tensors import Tensor
 
 DENSE, EXPERTS = "qwen3_5_text", "qwen3_5_moe_text"
@@ -33,12 +34,7 @@ _TENSORS = (projections("in_proj_qkv", "qkv"), *(projections(f"in_proj_{part}", 
 
 
 def _read(raw: Mapping[str, Any]) -> HfConfig:
-    """The keys, without those of ropes over several axes: in text all of a token's positions are the same."""
-    raw = {"intermediate_size": 12288, **raw}
-    for key in ("rope_parameters", "rope_scaling"):
-        if isinstance(raw.get(key), dict):
-            raw[key] = {k: v for k, v in raw[key].items() if k not in ("mrope_section", "mrope_interleaved")}
-    hf = HfConfig(raw)
+    hf = HfConfig({"intermediate_size": 12288, **without_rope_axes(raw)})
     for key in ("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"):
         hf.ignore(key)
     return hf
@@ -73,34 +69,6 @@ def to_hf(config: DecoderConfig) -> dict[str, Any]:
     return keys if config.experts is None else {k: v for k, v in keys.items() if k != "intermediate_size"}
 
 
-def _parent_from_hf(of_text: Callable[[Mapping[str, Any]], DecoderConfig]):
-    def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
-        """The text model of a checkpoint with vision."""
-        hf = HfConfig(raw)
-        text = hf.text_config(
-            *("vision_config", "image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id"),
-            "language_model_only",
-        )
-        hf.finish()
-        return of_text(text)
-
-    return config_from_hf
-
-
-def _with_vision(model_type: str, architecture: str, text: Family) -> Family:
-    """The multimodal parent of a text model, read as that and saved as that."""
-    return Family(
-        model_type,
-        architecture,
-        _parent_from_hf(text.config_from_hf),
-        text.config_to_hf,
-        text.tensors,
-        prefixes=(("model.language_model.", "model."),),
-        unused=(*MTP, "model.visual."),
-        alternatives=text.alternatives,
-    )
-
-
 QWEN3_5 = Family(
     DENSE, "Qwen3_5ForCausalLM", dense_from_hf, to_hf, with_delta_net(LLAMA_TENSORS, *_TENSORS), unused=MTP
 )
@@ -113,5 +81,5 @@ QWEN3_5_MOE = Family(
     unused=MTP,
     alternatives=_STACKED,
 )
-QWEN3_5_WITH_VISION = _with_vision("qwen3_5", "Qwen3_5ForConditionalGeneration", QWEN3_5)
-QWEN3_5_MOE_WITH_VISION = _with_vision("qwen3_5_moe", "Qwen3_5MoeForConditionalGeneration", QWEN3_5_MOE)
+QWEN3_5_WITH_VISION = with_vision("qwen3_5", "Qwen3_5ForConditionalGeneration", QWEN3_5, dense_from_hf)
+QWEN3_5_MOE_WITH_VISION = with_vision("qwen3_5_moe", "Qwen3_5MoeForConditionalGeneration", QWEN3_5_MOE, experts_from_hf)

@@ -62,6 +62,7 @@ from levanter_infer.models.qwen3_5 import (
 )
 from levanter_infer.models.qwen3_moe import QWEN3_MOE
 from levanter_infer.models.qwen3_next import QWEN3_NEXT
+from levanter_infer.models.qwen3_vl import QWEN3_VL, QWEN3_VL_MOE
 from levanter_infer.models.seed_oss import SEED_OSS
 from levanter_infer.models.smollm3 import SMOLLM3
 from levanter_infer.models.stablelm import STABLELM
@@ -93,6 +94,8 @@ MULTIMODAL = {
         MISTRAL3_WITH_VISION,
         QWEN3_5_WITH_VISION,
         QWEN3_5_MOE_WITH_VISION,
+        QWEN3_VL,
+        QWEN3_VL_MOE,
     )
 }
 """Multimodal parents of which the text model is served; their configurations become those of `FAMILIES`."""
