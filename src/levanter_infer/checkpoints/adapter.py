@@ -270,7 +270,7 @@ class _Config:
         by_root = raw.get("use_rslora", False) or False
         if not isinstance(by_root, bool):
             raise fail("use_rslora", "true or false")
-        for key in set(raw) - {"peft_type", "init_lora_weights", "use_rslora", *_SCALES, *_REFUSED, *_UNUSED}:
+        for key in sorted(set(raw) - {"peft_type", "init_lora_weights", "use_rslora", *_SCALES, *_REFUSED, *_UNUSED}):
             if raw[key] not in _NOTHING:
                 raise fail(
                     key, "no such key: it may change what the weights become; merge it with PEFT's merge_and_unload"
