@@ -320,7 +320,8 @@ class StoredTokens:
     tokens: np.ndarray
     """i32[n]"""
     values: Mapping[int, np.ndarray]
-    """As `KvPages.values_at`, by the number of each layer that stores some."""
+    """Keys and values f32[n, kv_heads, 2, head_size], or latents f32[n, kv_heads, 1, head_size], by the number of each
+    layer that stores some. On a mesh the heads are those of all devices."""
 
 
 def keys_and_values_of(engine, request: Request, index: int, stored: int) -> StoredTokens | None:
@@ -347,7 +348,8 @@ def keys_and_values_of(engine, request: Request, index: int, stored: int) -> Sto
             places = pages[position // engine.shapes.page_size], position % engine.shapes.page_size
             places = tuple(map(jnp.asarray, places))
             pools = zip(engine.model.config.pools, cache.pools, strict=True)
-            values = by_layer((spec, pool.values_at(*places, rank)) for spec, pool in pools if spec.memory.is_paged)
+            stored_in = [(spec, pool) for spec, pool in pools if spec.memory.is_paged]
+            values = by_layer((spec, pool.by_head(pool.values_at(*places, rank))) for spec, pool in stored_in)
             found = StoredTokens(tokens[:stored], {layer: np.asarray(each) for layer, each in values.items()})
     engine.cancel(state)
     engine.drain()

@@ -127,8 +127,8 @@ class KvPages(Pool):
         return replace(self, pages=jax.lax.fori_loop(0, self.num_layers, copy_layer, self.pages.array))
 
     def values_at(self, pages: Array, offsets: Array, rank: int = 0) -> Array:
-        """Keys and values of stored tokens, all layers, f32[layers, n, kv_heads, 2, head_size]; of latents
-        f32[layers, n, kv_heads, 1, head_size]. On a mesh the heads are those of all devices, copies included.
+        """Keys and values of stored tokens, all layers, f32[layers, n, 2 * kv_heads, head_size], heads interleaved; of
+        latents f32[layers, n, kv_heads, head_size]. On a mesh the heads are those of all devices, copies included.
 
         Requires: the pool is no tracer, and this process holds the rank's part of it.
 
@@ -143,7 +143,7 @@ class KvPages(Pool):
                 array = shard.data[0] if ranks else shard.data
                 heads = self.backend.read_kv(array, self.shape, *jax.device_put((pages, offsets), shard.device))
                 of_devices[shard.index[head].start or 0] = np.asarray(heads)
-        return self.by_head(jnp.asarray(np.concatenate([of_devices[start] for start in sorted(of_devices)], axis=2)))
+        return jnp.asarray(np.concatenate([of_devices[start] for start in sorted(of_devices)], axis=2))
 
     def by_head(self, values: Array) -> Array:
         """Keys and values [layers, n, kv_pair, head_size] as [layers, n, kv_heads, 2, head_size]; 1 of latents."""
