@@ -12,6 +12,15 @@ from levanter_infer.models.hf_config import HfConfig
 from levanter_infer.models.tensors import Tensor, tensor_table
 
 
+def stacked_experts(experts: str, *, transposed: bool = False) -> tuple[Tensor, Tensor]:
+    """The lines of all experts of a layer in two tensors, [expert, ., .]. Args: experts: start of their names."""
+    gate_up = ("layers.mlp.gate_proj.weight", "layers.mlp.up_proj.weight")
+    return (
+        Tensor(f"{experts}.gate_up_proj", gate_up, transposed=transposed, stacked_experts=True),
+        Tensor(f"{experts}.down_proj", ("layers.mlp.down_proj.weight",), transposed=transposed, stacked_experts=True),
+    )
+
+
 def tensors_by_expert(experts: str) -> tuple[Tensor, ...]:
     """The lines of gated experts that have a tensor for each matrix. Args: experts: the start of the names."""
     return tuple(

@@ -18,12 +18,12 @@ from levanter_infer.models.experts import (
     dense_width,
     expert_tensors,
     feed_forwards,
+    stacked_experts,
     tensors_by_expert,
 )
 from levanter_infer.models.family import Family, Sizes, common_to_hf, one_rope, read_sizes, rope_to_hf
 from levanter_infer.models.hf_config import FULL, HfConfig
 from levanter_infer.models.mixtral import local_experts_to_hf
-from levanter_infer.models.tensors import Tensor
 
 CHUNKED = "chunked_attention"
 ROUTER = Router(Score.SIGMOID, weigh_inputs=True)
@@ -113,13 +113,7 @@ def parent_config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
 _EXPERTS = "model.layers.{layer}.feed_forward.experts"
 LLAMA4_TENSORS = expert_tensors(
     "feed_forward",
-    Tensor(
-        f"{_EXPERTS}.gate_up_proj",
-        ("layers.mlp.gate_proj.weight", "layers.mlp.up_proj.weight"),
-        transposed=True,
-        stacked_experts=True,
-    ),
-    Tensor(f"{_EXPERTS}.down_proj", ("layers.mlp.down_proj.weight",), transposed=True, stacked_experts=True),
+    *stacked_experts(_EXPERTS, transposed=True),
     router="router",
     shared="shared_expert",
 )

@@ -5,6 +5,7 @@ from typing import Any
 
 from levanter_infer.models.blocks import Block
 from levanter_infer.models.config import DecoderConfig
+from levanter_infer.models.experts import stacked_experts
 from levanter_infer.models.family import LLAMA_TENSORS, Family, read_sizes
 from levanter_infer.models.hf_config import HfConfig
 from levanter_infer.models.qwen2_moe import QWEN2_MOE_TENSORS
@@ -19,16 +20,9 @@ from levanter_infer.models.qwen3_next import (
     with_delta_net,
 )
 from levanter_infer.models.qwen3_vl import with_vision, without_rope_axes
-from levanter_infer.models.tensors import Tensor
 
 DENSE, EXPERTS = "qwen3_5_text", "qwen3_5_moe_text"
-_EXPERTS = "model.layers.{layer}.mlp.experts"
-_STACKED = (
-    Tensor(
-        f"{_EXPERTS}.gate_up_proj", ("layers.mlp.gate_proj.weight", "layers.mlp.up_proj.weight"), stacked_experts=True
-    ),
-    Tensor(f"{_EXPERTS}.down_proj", ("layers.mlp.down_proj.weight",), stacked_experts=True),
-)
+_STACKED = stacked_experts("model.layers.{layer}.mlp.experts")
 """Experts as Qwen publishes them, and transformers has them in memory; its files have each expert by itself."""
 _TENSORS = (projections("in_proj_qkv", "qkv"), *(projections(f"in_proj_{part}", part) for part in "zba"))
 

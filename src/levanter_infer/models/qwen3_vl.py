@@ -5,22 +5,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from levanter_infer.models.config import DecoderConfig
+from levanter_infer.models.experts import stacked_experts
 from levanter_infer.models.family import Family
 from levanter_infer.models.hf_config import HfConfig
 from levanter_infer.models.qwen3 import QWEN3
 from levanter_infer.models.qwen3_moe import QWEN3_MOE
 from levanter_infer.models.tensors import Tensor
-
-_EXPERTS = "model.layers.{layer}.mlp.experts"
-_STACKED = (
-    Tensor(
-        f"{_EXPERTS}.gate_up_proj",
-        ("layers.mlp.gate_proj.weight", "layers.mlp.up_proj.weight"),
-        transposed=True,
-        stacked_experts=True,
-    ),
-    Tensor(f"{_EXPERTS}.down_proj", ("layers.mlp.down_proj.weight",), transposed=True, stacked_experts=True),
-)
 
 
 def without_rope_axes(raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -82,6 +72,8 @@ def _with_theta(raw: dict[str, Any]) -> dict[str, Any]:
     return raw if is_given else {**raw, "rope_theta": 5e5}
 
 
+_STACKED = stacked_experts("model.layers.{layer}.mlp.experts", transposed=True)
+"""Experts as Qwen publishes them."""
 QWEN3_VL = with_vision("qwen3_vl", "Qwen3VLForConditionalGeneration", QWEN3, dense_from_hf)
 QWEN3_VL_MOE = with_vision(
     "qwen3_vl_moe", "Qwen3VLMoeForConditionalGeneration", QWEN3_MOE, experts_from_hf, alternatives=_STACKED
