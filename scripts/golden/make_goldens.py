@@ -20,12 +20,15 @@ from pathlib import Path
 import numpy as np
 import torch
 from safetensors.numpy import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, Mistral4Config, Mistral4ForCausalLM
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from scripts.golden.cases import CASES
 from scripts.golden.golden_files import write_goldens
 from tests.golden_cases import NUM_GREEDY, make_weights
+
+AutoModelForCausalLM.register(Mistral4Config, Mistral4ForCausalLM, exist_ok=True)
+"""transformers 5.23 leaves it out."""
 
 ALIASES = {"kimi_k2": "deepseek_v3"}
 """Families that transformers has under another name."""

@@ -97,7 +97,10 @@ def test_load_puts_every_tensor_in_its_place(write):
 def test_dtype_is_the_stored_one_unless_asked(write):
     stored = {name: tensor.astype(jnp.bfloat16) for name, tensor in weights().items()}
     directory = write(stored)
-    for dtype, expected in ((None, jnp.bfloat16), ("bfloat16", jnp.bfloat16), ("float32", jnp.float32)):
+    for dtype, expected in (
+        *((None, jnp.bfloat16), ("bfloat16", jnp.bfloat16), ("float32", jnp.float32)),
+        *((jnp.bfloat16, jnp.bfloat16), (np.float32, jnp.float32)),
+    ):
         model, _ = load_model(directory, dtype=dtype)
         assert {leaf.dtype for leaf in jax.tree.leaves(model)} == {jnp.dtype(expected)}
         assert (np.asarray(model.norm.weight.array) == stored["model.norm.weight"]).all()
@@ -376,6 +379,10 @@ PARENTS = {
         **{"architectures": ["Mistral3ForConditionalGeneration"], "projector_hidden_act": "gelu"},
         **{"multimodal_projector_bias": False, "spatial_merge_size": 2, "vision_feature_layer": -1},
     },
+    "kimi_k25": {
+        **{"architectures": ["KimiK25ForConditionalGeneration"], "media_placeholder_token_id": 9, "ignore_index": -100},
+        **{"use_unified_vision_chunk": True, "auto_map": {"AutoConfig": "configuration_kimi_k25.KimiK25Config"}},
+    },
 }
 
 
@@ -383,19 +390,26 @@ PARENTS = {
     "prefixes", [("language_model.model.", "language_model.lm_head."), ("model.language_model.", "lm_head.")]
 )
 @pytest.mark.parametrize(
-    "name, parent_type", [("gemma3_untied", "gemma3"), ("mistral", "mistral3"), ("ministral3", "mistral3")]
+    "name, parent_type",
+    [
+        *[("gemma3_untied", "gemma3"), ("mistral", "mistral3"), ("ministral3", "mistral3"), ("mistral4", "mistral3")],
+        *[("deepseek_v3", "kimi_k25"), ("kimi_k2", "kimi_k25")],
+    ],
 )
 def test_the_text_model_of_a_multimodal_checkpoint_is_read_alone(tmp_path, prefixes, name, parent_type):
     case = load_case(name)
-    tensors = make_weights(case.name, case.config)
-    model, _ = load_model(write_checkpoint(tmp_path / "text", case))
+    directory = write_checkpoint(tmp_path / "text", case)
+    model, _ = load_model(directory)
+    tensors = load_file(directory / "model.safetensors")
     named = {
         name.replace("model.", prefixes[0], 1).replace("lm_head.", prefixes[1], 1): t for name, t in tensors.items()
     }
-    vision = {"vision_tower.embeddings.weight": np.ones((3, 4), np.float32), "multi_modal_projector.norm": np.ones(3)}
+    projector = "mm_projector" if parent_type == "kimi_k25" else "multi_modal_projector"
+    vision = {"vision_tower.embeddings.weight": np.ones((3, 4), np.float32), f"{projector}.norm": np.ones(3)}
     config = {
         "model_type": parent_type, "text_config": case.config, "vision_config": {"hidden_size": 4},
-        "image_token_index": 9, "eos_token_id": [1, 2], **PARENTS[parent_type],
+        "image_token_id" if parent_type == "kimi_k25" else "image_token_index": 9, "eos_token_id": [1, 2],
+        **PARENTS[parent_type],
     }  # fmt: skip
     directory = tmp_path / "parent"
     directory.mkdir()
@@ -415,6 +429,9 @@ def test_the_text_model_of_a_multimodal_checkpoint_is_read_alone(tmp_path, prefi
     (directory / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
     with pytest.raises(ValueError, match="tie_word_embeddings=True, expected False, as in text_config"):
         load_model(directory)
+    other = {**config, "text_config": {**case.config, "model_type": "gpt2"}}
+    with pytest.raises(ValueError, match="model_type='gpt2', expected "):
+        family_for(other)
 
 
 @pytest.mark.parametrize("name, parent_type", [("qwen3", "qwen3_vl"), ("qwen3_moe", "qwen3_vl_moe")])
@@ -448,6 +465,54 @@ def test_the_text_model_of_qwen3_vl_is_a_qwen3(tmp_path, name, parent_type):
     for refused in ({"rope_scaling": {**rope, "rope_type": "mrope"}}, {"mrope_section": [1]}):
         with pytest.raises(ValueError, match="rope_type='mrope', expected|key 'mrope_section'"):
             family_for(config).config_from_hf({**config, "text_config": {**text, **refused}})
+
+
+@pytest.mark.parametrize("flat", [False, True])
+@pytest.mark.parametrize("name, parent_type", [("qwen2", "qwen2_vl"), ("qwen2", "qwen2_5_vl")])
+def test_the_text_model_of_qwen2_vl_is_a_qwen2(tmp_path, name, parent_type, flat):
+    """Older files have no text_config, and the names of a text model."""
+    case = load_case(name)
+    tensors = make_weights(case.name, case.config)
+    model, _ = load_model(write_checkpoint(tmp_path / "text", case))
+    rope = {"type": "mrope", "rope_type": "default", "mrope_section": [16, 24, 24]}
+    text = {**case.config, "model_type": f"{parent_type}_text", "rope_scaling": rope}
+    vision = {"vision_config": {"depth": 2}, "image_token_id": 5, "vision_token_id": 6}
+    config = {**(text if flat else {"text_config": text}), **vision, "model_type": parent_type}
+    prefix, visual = ("model.", "visual.") if flat else ("model.language_model.", "model.visual.")
+    named = {name.replace("model.", prefix, 1): tensor for name, tensor in tensors.items()}
+    directory = tmp_path / "parent"
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps(config))
+    save_file(named | {f"{visual}patch_embed.weight": np.ones((3, 4), np.float32)}, directory / "model.safetensors")
+    parent, _ = load_model(directory)
+    assert parent.config == model.config and eqx.tree_equal(parent, model)
+    for key in ("rope_theta", "rms_norm_eps"):
+        text.pop(key), config.pop(key, None)
+    read = family_for(config).config_from_hf(config)
+    assert read.ropes[0].theta == 1e6 and read.norm.eps == 1e-5  # HF's defaults are not those of Qwen2
+    with pytest.raises(ValueError, match="key 'audio_config'"):
+        family_for({**config, "audio_config": {}}).config_from_hf({**config, "audio_config": {}})
+
+
+@pytest.mark.parametrize("name, parent_type", [("glm4", "glm4v"), ("glm4_moe", "glm4v_moe")])
+def test_the_text_model_of_glm_with_vision_is_a_glm4(tmp_path, name, parent_type):
+    case = load_case(name)
+    directory = write_checkpoint(tmp_path / "text", case)
+    model, _ = load_model(directory)
+    text = {**case.config, "model_type": f"{parent_type}_text"}
+    rope = text.get("rope_scaling") or {"rope_type": "default"}
+    text["rope_scaling"] = {**rope, "mrope_section": [8, 12, 12]}
+    config = {"model_type": parent_type, "text_config": text, "vision_config": {}, "video_start_token_id": 5}
+    named = {
+        name.replace("model.", "model.language_model.", 1): tensor
+        for name, tensor in load_file(directory / "model.safetensors").items()
+    }
+    directory = tmp_path / "parent"
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps(config))
+    save_file(named | {"model.visual.norm.weight": np.ones(3, np.float32)}, directory / "model.safetensors")
+    parent, _ = load_model(directory)
+    assert parent.config == model.config and eqx.tree_equal(parent, model)
 
 
 def test_layers_for_multi_token_prediction_are_skipped_by_their_number(tmp_path):

@@ -4,7 +4,9 @@ import json
 import math
 from pathlib import Path
 
+import equinox as eqx
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
@@ -56,6 +58,23 @@ DEEPSEEK_V2_LITE = {
     "max_position_embeddings": 163840,
     "rope_scaling": {**DEEPSEEK_V3["rope_scaling"], "mscale": 0.707, "mscale_all_dim": 0.707},
     "auto_map": DEEPSEEK_V3["auto_map"],
+}
+
+MISTRAL_SMALL_4 = {
+    "model_type": "mistral4",
+    "vocab_size": 131072,
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+    "head_dim": 128,
+    "qk_head_dim": 128,
+    "rope_parameters": {
+        **{"type": "yarn", "rope_type": "yarn", "rope_theta": 10000.0, "factor": 128.0, "beta_fast": 32.0},
+        **{"original_max_position_embeddings": 8192, "max_position_embeddings": 1048576, "beta_slow": 1.0},
+        **{"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1, "partial_rotary_factor": 0.5},
+    },
 }
 
 
@@ -122,3 +141,42 @@ def test_layers_for_multi_token_prediction_are_not_read(tmp_path):
     (directory / "config.json").write_text(json.dumps({**case.config, "num_nextn_predict_layers": 0}))
     with pytest.raises(ValueError, match=rf"tensors that config.json has no use for: .*layers\.{last}\."):
         load_weights(resolve_source(str(directory)))
+
+
+def test_mistral_small_4():
+    """As transformers writes it: keys of HF's defaults left out, sizes of a whole head, and a share of it."""
+    config = parse(MISTRAL_SMALL_4)
+    mixer, rope = config.blocks[0].mixer, config.ropes[0]
+    assert isinstance(mixer, LatentAttentionBlock) and round(config.num_parameters / 1e9) == 119
+    assert (mixer.nope_dim, mixer.rope_dim, mixer.value_dim, mixer.latent_dim, mixer.q_latent_dim) == (
+        *(64, 64, 128, 256, 1024),
+    )
+    assert mixer.scale == 128**-0.5  # although mscale_all_dim is 1
+    assert (rope.query_beta, rope.original_len, rope.interleaved, rope.partial) == (0.1, 8192, True, 1.0)
+    assert config == parse({key: value for key, value in MISTRAL_SMALL_4.items() if key != "rope_parameters"})
+    assert parse(family_for(MISTRAL_SMALL_4).config_to_hf(config)) == config
+    half = {**MISTRAL_SMALL_4["rope_parameters"], "partial_rotary_factor": 0.25}
+    for changes, message in (
+        ({"rope_parameters": half}, r"partial_rotary_factor=0.25, expected 0.5: qk_rope_head_dim"),
+        ({"head_dim": 64}, "head_dim=64, expected None or 128"),
+        ({"num_experts_per_tok": 129}, "at most the number of experts, 128"),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}, "expected llama_4_scaling_beta"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            parse(MISTRAL_SMALL_4, **changes)
+
+
+def test_experts_of_mistral_small_4_are_read_one_by_one_too(tmp_path):
+    case = load_case("mistral4")
+    directory = write_checkpoint(tmp_path, case)
+    whole = load_weights(resolve_source(directory), dtype=jnp.float32)
+    tensors = load_file(directory / "model.safetensors")
+    for name in [name for name in tensors if name.endswith("experts.gate_up_proj")]:
+        start, both, down = name.removesuffix("gate_up_proj"), tensors.pop(name), None
+        down = tensors.pop(f"{start}down_proj")
+        for expert, (gate_up, out) in enumerate(zip(both, down, strict=True)):
+            gate, up = np.split(gate_up, 2)
+            parts = {"gate": gate, "up": up, "down": out}
+            tensors |= {f"{start}{expert}.{part}_proj.weight": np.ascontiguousarray(x) for part, x in parts.items()}
+    save_file(tensors, directory / "model.safetensors")
+    assert eqx.tree_equal(load_weights(resolve_source(directory), dtype=jnp.float32), whole)

@@ -140,6 +140,40 @@ CASES |= {
         changes=({"routed_scaling_factor": 1.0}, {"norm_topk_prob": False}, *OTHER_MSCALES),
     ),
 }
+MISTRAL4 = {
+    **{k: v for k, v in DEEPSEEK.items() if k != "rope_theta"},
+    "model_type": "mistral4",
+    "architectures": ["Mistral4ForCausalLM"],
+    "n_group": 4,
+    "topk_group": 2,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.2,
+    "rope_interleave": True,
+    "rope_parameters": {**YARN, "rope_theta": 1e4, "llama_4_scaling_beta": 0.7, "mscale_all_dim": 0.0},
+}
+MISTRAL4_ROPES = tuple(
+    {"rope_parameters": {**MISTRAL4["rope_parameters"], **changed}}
+    for changed in ({"llama_4_scaling_beta": 0.0}, {"factor": 2.0}, {"attention_factor": 2.0})
+)
+CASES |= {
+    "mistral4": Case(MISTRAL4, (7, 41), {"rope_interleave": False}, changes=(*V3_CHANGES, *MISTRAL4_ROPES)),
+    "mistral4_tied": Case(
+        {
+            **MISTRAL4,
+            "tie_word_embeddings": True,
+            "q_lora_rank": None,
+            "attention_bias": True,
+            "norm_topk_prob": False,
+            "first_k_dense_replace": 0,
+            "rope_interleave": False,
+            "n_group": 1,
+            "topk_group": 1,
+        },
+        (10, 36),
+        {"rope_interleave": True},
+        changes=({"rope_interleave": True}, {"norm_topk_prob": True}, {"routed_scaling_factor": 1.0}),
+    ),
+}
 GLM4_MOE_LITE = {
     **{k: v for k, v in DEEPSEEK_V3.items() if k != "first_k_dense_replace"},
     "model_type": "glm4_moe_lite",

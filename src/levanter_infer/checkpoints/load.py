@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
+from jax.typing import DTypeLike
 
 from levanter_infer.checkpoints.adapter import Place, adapted
 from levanter_infer.checkpoints.levanter import is_levanter, levanter_tensors
@@ -45,7 +46,7 @@ _Bounds = tuple[tuple[int, int], ...]
 def load_model(
     path_or_id: str | Path,
     *,
-    dtype: str | None = None,
+    dtype: DTypeLike | None = None,
     revision: str | None = None,
     config: Mapping[str, Any] | None = None,
     adapter: str | Path | None = None,
@@ -55,7 +56,7 @@ def load_model(
     Args:
         path_or_id: a directory in HF's layout, a URL of one that fsspec reads (gs://, s3://), or a hub id; or one step
             of a run of Levanter's trainer (docs/loading.md).
-        dtype: bfloat16 or float32; None keeps the stored one.
+        dtype: bfloat16 or float32, by name or as JAX has it; None keeps the stored one.
         revision: branch, tag or commit of the hub repository.
         config: contents of a config.json, instead of the checkpoint's own; Levanter's trainer writes none.
         adapter: a LoRA adapter as PEFT saves it, in a directory, at a URL or on the hub, that is merged into the
@@ -100,7 +101,7 @@ class StoredModel:
 
 
 def load_weights(
-    source: Source, *, dtype: str | None = None, config: Mapping[str, Any] | None = None, quantizes: bool = False
+    source: Source, *, dtype: DTypeLike | None = None, config: Mapping[str, Any] | None = None, quantizes: bool = False
 ) -> DecoderModel:
     """The model of a checkpoint. Args: quantizes: as in `StoredModel.read`. Raises: ValueError as `load_model`."""
     stored = open_model(source, dtype=dtype, config=config)
@@ -120,7 +121,7 @@ def _check_memory(types: DecoderModel, source: Source) -> None:
 
 
 def open_model(
-    source: Source, *, dtype: str | np.dtype | None = None, config: Mapping[str, Any] | None = None
+    source: Source, *, dtype: DTypeLike | None = None, config: Mapping[str, Any] | None = None
 ) -> StoredModel:
     """Check a checkpoint against its headers.
 
@@ -193,10 +194,10 @@ def _open(source: Source, wanted: np.dtype | None, hf_config: Mapping[str, Any])
     return StoredModel(types, read)
 
 
-def _wanted_dtype(dtype: str | np.dtype | None) -> np.dtype | None:
+def _wanted_dtype(dtype: DTypeLike | None) -> np.dtype | None:
     if dtype is None or isinstance(dtype, np.dtype):
         return dtype
-    if dtype not in ("bfloat16", "float32"):
+    if dtype not in ("bfloat16", "float32", jnp.bfloat16, jnp.float32):
         raise ValueError(f"dtype={dtype!r}, expected bfloat16, float32, or none for the stored one")
     return jnp.dtype(dtype)
 

@@ -269,9 +269,12 @@ class LatentAttention(eqx.Module):
         q, down = apply(x, first, self.kv_a_proj, norm=around.norm)
         if self.q_b_proj is not None:
             (q,) = apply(q, self.q_b_proj, norm=self.q_a_norm)
-        block = inputs.block
+        block, angles = inputs.block, () if inputs.rope is None else inputs.rope.angles
         assert isinstance(block, LatentAttentionBlock)
         norm = self.kv_a_norm.picked()
+        if inputs.rope is not None and inputs.rope.query_scale is not None:
+            rope = inputs.rope
+            (q,) = self.kv_a_proj.by_rows(lambda q, *angles: (rope.of(angles).scale_queries(q),), q, *angles)
 
         def rotated(c: NamedArray, q_pe: NamedArray, k_pe: NamedArray, *angles: NamedArray) -> tuple[NamedArray, ...]:
             if inputs.rope is not None:
@@ -281,7 +284,6 @@ class LatentAttention(eqx.Module):
 
         c, q_pe = down[LATENT, : block.latent_dim], q[HEAD_SIZE, block.nope_dim :]
         k_pe = down[LATENT, block.latent_dim :].rename({LATENT: HEAD_SIZE})
-        angles = () if inputs.rope is None else inputs.rope.angles
         c, q_pe, k_pe = self.kv_a_proj.by_rows(rotated, c, q_pe, k_pe, *angles)
         return q.array[..., : block.nope_dim], q_pe.array, c.array, k_pe.array
 

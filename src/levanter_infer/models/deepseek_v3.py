@@ -15,6 +15,7 @@ from levanter_infer.models.experts import (
 from levanter_infer.models.family import Family
 from levanter_infer.models.hf_config import HfConfig
 from levanter_infer.models.latent import latent_attention_to_hf, latent_tensors, read_latent_attention
+from levanter_infer.models.multimodal import LLAVA_PREFIXES, Parent
 
 MTP_KEY = "num_nextn_predict_layers"
 
@@ -51,3 +52,18 @@ def _family(model_type: str) -> Family:
 
 DEEPSEEK_V3 = _family("deepseek_v3")
 KIMI_K2 = _family("kimi_k2")
+KIMI_K25 = Parent(
+    "kimi_k25",
+    "KimiK25ForConditionalGeneration",
+    texts=(DEEPSEEK_V3, KIMI_K2),
+    others=(
+        *("vision_config", "media_placeholder_token_id", "ignore_index", "use_unified_vision_chunk"),
+        *("video_placeholder", "encoder_only", "language_only", "projection_hidden_size"),
+        *("projection_layer_norm_eps", "image_token_id", "video_token_id"),
+        *("vision_start_token_id", "vision_end_token_id"),
+    ),
+    prefixes=LLAVA_PREFIXES,
+    unused=("vision_tower.", "mm_projector.", "model.vision_tower.", "model.mm_projector."),
+    modules=("configuration_kimi_k25", "modeling_kimi_k25"),
+)
+"""Kimi K2.5 and later, the text model."""

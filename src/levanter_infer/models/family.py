@@ -58,10 +58,11 @@ class Family:
 
     def unused_names(self, raw: Mapping[str, Any]) -> tuple[str, ...]:
         """Starts of the names of tensors that are not read, with this config.json."""
-        extra = 0 if self.extra_layers_key is None else raw.get(self.extra_layers_key) or 0
+        text = raw.get("text_config", raw)
+        extra = 0 if self.extra_layers_key is None else text.get(self.extra_layers_key) or 0
         if extra > MAX_LAYERS:
             raise ValueError(f"config.json: {self.extra_layers_key}={extra}, expected at most {MAX_LAYERS}")
-        last = raw.get("num_hidden_layers", 0)
+        last = text.get("num_hidden_layers", 0)
         return (*self.unused, *(f"model.layers.{last + i}." for i in range(extra)))
 
     def own_names(self, names: Iterable[str], raw: Mapping[str, Any]) -> dict[str, str]:
@@ -81,13 +82,6 @@ class Family:
         return found
 
 
-LLAVA_PREFIXES = (
-    ("language_model.model.", "model."),
-    ("language_model.lm_head.", "lm_head."),
-    ("model.language_model.", "model."),
-)
-"""`Family.prefixes` of a text model within HF's LLaVA, as published, and as transformers 5 writes them."""
-LLAVA_UNUSED = ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.")
 TENSOR_NAMES = {
     "embeddings.weight": "model.embed_tokens.weight",
     **{

@@ -1,14 +1,16 @@
 """Gemma 3, its text model: Gemma 2 with norms of queries and keys, and another rope in layers with a window."""
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
 from levanter_infer.layers.rotary import RopeConfig
 from levanter_infer.models.config import DecoderConfig
-from levanter_infer.models.family import LLAVA_PREFIXES, LLAVA_UNUSED, Family, common_to_hf, ropes_by_kind_to_hf
+from levanter_infer.models.family import Family, common_to_hf, ropes_by_kind_to_hf
 from levanter_infer.models.gemma import read_gemma
 from levanter_infer.models.gemma2 import GEMMA2_TENSORS, gemma2_decoder, gemma2_keys
 from levanter_infer.models.hf_config import HfConfig
+from levanter_infer.models.multimodal import LLAVA_PREFIXES, LLAVA_UNUSED, Parent
 
 
 def ropes(hf: HfConfig, head_dim: int, max_positions: int) -> dict[str, RopeConfig]:
@@ -36,25 +38,18 @@ def config_to_hf(config: DecoderConfig) -> dict[str, Any]:
     return {**common_to_hf(config, ropes_by_kind_to_hf(config)), **gemma2_keys(config)}
 
 
-def parent_config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
+def text_config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     """The text model of Gemma 3 with vision, whose files leave out keys that have HF's defaults."""
-    hf = HfConfig(raw)
-    text = hf.text_config(
-        *("vision_config", "mm_tokens_per_image", "boi_token_index", "eoi_token_index", "image_token_index")
-    )
-    hf.finish()
     sizes = {"vocab_size": 262208, "hidden_size": 2304, "intermediate_size": 9216}
-    return config_from_hf({**sizes, "num_hidden_layers": 26, "num_attention_heads": 8, **text})
+    return config_from_hf({**sizes, "num_hidden_layers": 26, "num_attention_heads": 8, **raw})
 
 
 GEMMA3 = Family("gemma3_text", "Gemma3ForCausalLM", config_from_hf, config_to_hf, GEMMA2_TENSORS)
-GEMMA3_WITH_VISION = Family(
+GEMMA3_WITH_VISION = Parent(
     "gemma3",
     "Gemma3ForConditionalGeneration",
-    parent_config_from_hf,
-    config_to_hf,
-    GEMMA2_TENSORS,
+    (dataclasses.replace(GEMMA3, config_from_hf=text_config_from_hf),),
+    ("vision_config", "mm_tokens_per_image", "boi_token_index", "eoi_token_index", "image_token_index"),
     prefixes=LLAVA_PREFIXES,
     unused=LLAVA_UNUSED,
 )
-"""Read as its text model, and saved as one (`gemma3_text`)."""

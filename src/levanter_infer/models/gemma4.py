@@ -23,6 +23,7 @@ from levanter_infer.models.family import (
 )
 from levanter_infer.models.gemma2 import GEMMA2_TENSORS
 from levanter_infer.models.hf_config import FULL, SLIDING, HfConfig
+from levanter_infer.models.multimodal import Parent
 from levanter_infer.models.tensors import Tensor, tensor_table
 
 DEFAULT_ROPES = {
@@ -178,16 +179,10 @@ def shared_tensors(raw: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(f"model.layers.{i}.self_attn.{name}" for i in range(last - shared, last) for name in names)
 
 
-def parent_config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
+def text_config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     """The text model of Gemma 4 with vision and audio, whose files leave out keys that have HF's defaults."""
-    hf = HfConfig(raw)
-    tokens = [f"{name}_token_id" for name in ("boi", "eoi", "image", "video", "boa", "audio")]
-    text = hf.text_config(
-        *("vision_config", "audio_config", "eoa_token_index", "eoa_token_id", "vision_soft_tokens_per_image", *tokens)
-    )
-    hf.finish()
     sizes = {"vocab_size": 262144, "hidden_size": 2304, "intermediate_size": 9216}
-    return config_from_hf({**sizes, "num_hidden_layers": 30, "num_attention_heads": 8, **text})
+    return config_from_hf({**sizes, "num_hidden_layers": 30, "num_attention_heads": 8, **raw})
 
 
 _LAYER = "model.layers.{layer}"
@@ -217,14 +212,13 @@ GEMMA4_TENSORS = (
     ),
 )
 GEMMA4 = Family("gemma4_text", "Gemma4ForCausalLM", config_from_hf, config_to_hf, GEMMA4_TENSORS, unread=shared_tensors)
-GEMMA4_WITH_VISION = Family(
+GEMMA4_WITH_VISION = Parent(
     "gemma4",
     "Gemma4ForConditionalGeneration",
-    parent_config_from_hf,
-    config_to_hf,
-    GEMMA4_TENSORS,
-    unread=shared_tensors,
-    prefixes=(("model.language_model.", "model."),),
+    (dataclasses.replace(GEMMA4, config_from_hf=text_config_from_hf),),
+    others=(
+        *("vision_config", "audio_config", "eoa_token_index", "eoa_token_id", "vision_soft_tokens_per_image"),
+        *(f"{name}_token_id" for name in ("boi", "eoi", "image", "video", "boa", "audio")),
+    ),
     unused=("model.vision_tower.", "model.embed_vision.", "model.audio_tower.", "model.embed_audio."),
 )
-"""Read as its text model, and saved as one (`gemma4_text`)."""

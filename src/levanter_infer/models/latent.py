@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from levanter_infer.layers.latent_attention import LatentAttentionBlock
@@ -26,6 +26,7 @@ def read_latent_attention(
     rope: int = 64,
     value: int | None = 128,
     interleaved: bool | None = None,
+    ropes: Callable[..., dict[str, RopeConfig]] = one_rope,
     **sizes: Any,
 ) -> tuple[Sizes, LatentAttentionBlock]:
     """Sizes, and the attention of every layer.
@@ -34,6 +35,7 @@ def read_latent_attention(
         q_rank, kv_rank, nope, rope, value: HF's defaults of `q_lora_rank`, `kv_lora_rank`, `qk_nope_head_dim`,
             `qk_rope_head_dim` and `v_head_dim`; value None: hidden_size / num_attention_heads.
         interleaved: whether the rope's pairs are neighbours; None: `rope_interleave` says so, by default true.
+        ropes: as in `read_sizes`, given `interleaved` too.
         sizes: as in `read_sizes`.
     """
     nope, rope_dim = hf.count("qk_nope_head_dim", nope), hf.count("qk_rope_head_dim", rope)
@@ -42,8 +44,8 @@ def read_latent_attention(
     if hf.raw.get("head_dim") not in (None, rope_dim):
         raise hf.fail("head_dim", f"qk_rope_head_dim={rope_dim}, or none")
     hf.only("qk_head_dim", None, nope + rope_dim)
-    ropes = functools.partial(one_rope, interleaved=interleaved)
-    found = read_sizes(hf, kv_heads=None, head_dim=rope_dim, ropes=ropes, **sizes)
+    of_kinds = functools.partial(ropes, interleaved=interleaved)
+    found = read_sizes(hf, kv_heads=None, head_dim=rope_dim, ropes=of_kinds, **sizes)
     if found.num_kv_heads != found.num_heads:
         raise hf.fail("num_key_value_heads", f"num_attention_heads={found.num_heads}: all heads read the same latents")
     if value is None:

@@ -24,6 +24,7 @@ from levanter_infer.models.experts import (
 from levanter_infer.models.family import Family, Sizes, common_to_hf, one_rope, read_sizes, rope_to_hf
 from levanter_infer.models.hf_config import FULL, HfConfig
 from levanter_infer.models.mixtral import local_experts_to_hf
+from levanter_infer.models.multimodal import Parent
 
 CHUNKED = "chunked_attention"
 ROUTER = Router(Score.SIGMOID, weigh_inputs=True)
@@ -99,17 +100,6 @@ def config_to_hf(config: DecoderConfig) -> dict[str, Any]:
     return keys
 
 
-def parent_config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
-    """The text model of Llama 4 with vision."""
-    hf = HfConfig(raw)
-    text = hf.text_config(
-        *("vision_config", "boi_token_index", "eoi_token_index", "image_token_index"),
-        *("boi_token_id", "eoi_token_id", "image_token_id"),
-    )
-    hf.finish()
-    return config_from_hf(text)
-
-
 _EXPERTS = "model.layers.{layer}.feed_forward.experts"
 LLAMA4_TENSORS = expert_tensors(
     "feed_forward",
@@ -122,14 +112,14 @@ BY_EXPERT = tensors_by_expert(_EXPERTS)
 LLAMA4 = Family(
     "llama4_text", "Llama4ForCausalLM", config_from_hf, config_to_hf, LLAMA4_TENSORS, alternatives=BY_EXPERT
 )
-LLAMA4_WITH_VISION = Family(
+LLAMA4_WITH_VISION = Parent(
     "llama4",
     "Llama4ForConditionalGeneration",
-    parent_config_from_hf,
-    config_to_hf,
-    LLAMA4_TENSORS,
+    (LLAMA4,),
+    others=(
+        *("vision_config", "boi_token_index", "eoi_token_index", "image_token_index"),
+        *("boi_token_id", "eoi_token_id", "image_token_id"),
+    ),
     prefixes=(("language_model.", ""),),
     unused=("vision_model.", "multi_modal_projector."),
-    alternatives=BY_EXPERT,
 )
-"""Read as its text model, and saved as one (`llama4_text`)."""

@@ -22,11 +22,12 @@ DEFAULT_ROPE = {
 }
 
 
-def ropes(hf: HfConfig, head_dim: int, max_positions: int) -> dict[str, RopeConfig]:
-    by_kind = one_rope(hf, head_dim, max_positions, query_beta=True)
+def ropes(hf: HfConfig, head_dim: int, max_positions: int, **options) -> dict[str, RopeConfig]:
+    """As `one_rope`, of a family that scales queries."""
+    by_kind = one_rope(hf, head_dim, max_positions, query_beta=True, **options)
     for rope in by_kind.values():
         if rope.kind != "yarn":
-            raise ValueError(f"config.json: rope type {rope.kind!r}, expected yarn: Ministral 3 has no other")
+            raise ValueError(f"config.json: rope type {rope.kind!r}, expected yarn: this family has no other")
     return by_kind
 
 
@@ -42,10 +43,14 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     return sizes.decoder("ministral3", [block] * sizes.num_layers)
 
 
-def config_to_hf(config: DecoderConfig) -> dict[str, Any]:
+def rope_keys(config: DecoderConfig) -> dict[str, Any]:
+    """The inverse of `ropes`."""
     keys = rope_to_hf(config.ropes[0], config.max_position_embeddings)
-    rope = {"llama_4_scaling_beta": 0.0, **keys.pop("rope_scaling"), **keys}
-    return {**common_to_hf(config, {"rope_parameters": rope}), "sliding_window": config.windows[0]}
+    return {"rope_parameters": {"llama_4_scaling_beta": 0.0, **keys.pop("rope_scaling"), **keys}}
+
+
+def config_to_hf(config: DecoderConfig) -> dict[str, Any]:
+    return {**common_to_hf(config, rope_keys(config)), "sliding_window": config.windows[0]}
 
 
 MINISTRAL3 = Family("ministral3", "Ministral3ForCausalLM", config_from_hf, config_to_hf, LLAMA_TENSORS)

@@ -8,6 +8,7 @@ from levanter_infer.models.config import DecoderConfig
 from levanter_infer.models.experts import stacked_experts
 from levanter_infer.models.family import LLAMA_TENSORS, Family, read_sizes
 from levanter_infer.models.hf_config import HfConfig
+from levanter_infer.models.multimodal import QWEN_VISION, Parent, without_rope_axes
 from levanter_infer.models.qwen2_moe import QWEN2_MOE_TENSORS
 from levanter_infer.models.qwen3_next import (
     MTP,
@@ -19,7 +20,6 @@ from levanter_infer.models.qwen3_next import (
     ropes,
     with_delta_net,
 )
-from levanter_infer.models.qwen3_vl import with_vision, without_rope_axes
 
 DENSE, EXPERTS = "qwen3_5_text", "qwen3_5_moe_text"
 _STACKED = stacked_experts("model.layers.{layer}.mlp.experts")
@@ -75,5 +75,5 @@ QWEN3_5_MOE = Family(
     unused=MTP,
     alternatives=_STACKED,
 )
-QWEN3_5_WITH_VISION = with_vision("qwen3_5", "Qwen3_5ForConditionalGeneration", QWEN3_5, dense_from_hf)
-QWEN3_5_MOE_WITH_VISION = with_vision("qwen3_5_moe", "Qwen3_5MoeForConditionalGeneration", QWEN3_5_MOE, experts_from_hf)
+QWEN3_5_WITH_VISION = Parent("qwen3_5", "Qwen3_5ForConditionalGeneration", (QWEN3_5,), QWEN_VISION)
+QWEN3_5_MOE_WITH_VISION = Parent("qwen3_5_moe", "Qwen3_5MoeForConditionalGeneration", (QWEN3_5_MOE,), QWEN_VISION)

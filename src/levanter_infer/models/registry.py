@@ -8,7 +8,7 @@ from levanter_infer.models.arcee import ARCEE
 from levanter_infer.models.cohere import COHERE
 from levanter_infer.models.cohere2 import COHERE2
 from levanter_infer.models.deepseek_v2 import DEEPSEEK_V2
-from levanter_infer.models.deepseek_v3 import DEEPSEEK_V3, KIMI_K2
+from levanter_infer.models.deepseek_v3 import DEEPSEEK_V3, KIMI_K2, KIMI_K25
 from levanter_infer.models.ernie4_5 import ERNIE4_5
 from levanter_infer.models.ernie4_5_moe import ERNIE4_5_MOE
 from levanter_infer.models.exaone4 import EXAONE4
@@ -21,6 +21,7 @@ from levanter_infer.models.gemma4 import GEMMA4, GEMMA4_WITH_VISION
 from levanter_infer.models.glm import GLM, GLM4
 from levanter_infer.models.glm4_moe import GLM4_MOE
 from levanter_infer.models.glm4_moe_lite import GLM4_MOE_LITE
+from levanter_infer.models.glm4v import GLM4V, GLM4V_MOE
 from levanter_infer.models.gpt2 import GPT2
 from levanter_infer.models.gpt_neox import GPT_NEOX
 from levanter_infer.models.gpt_oss import GPT_OSS
@@ -41,6 +42,7 @@ from levanter_infer.models.minimax_m2 import MINIMAX_M2
 from levanter_infer.models.ministral3 import MINISTRAL3
 from levanter_infer.models.mistral import MISTRAL
 from levanter_infer.models.mistral3 import MISTRAL3_WITH_VISION
+from levanter_infer.models.mistral4 import MISTRAL4
 from levanter_infer.models.mixtral import MIXTRAL
 from levanter_infer.models.nemotron import NEMOTRON
 from levanter_infer.models.nemotron_h import NEMOTRON_H
@@ -53,6 +55,7 @@ from levanter_infer.models.phi3 import PHI3
 from levanter_infer.models.phimoe import PHIMOE
 from levanter_infer.models.qwen2 import QWEN2
 from levanter_infer.models.qwen2_moe import QWEN2_MOE
+from levanter_infer.models.qwen2_vl import QWEN2_5_VL, QWEN2_VL
 from levanter_infer.models.qwen3 import QWEN3
 from levanter_infer.models.qwen3_5 import (
     QWEN3_5,
@@ -79,7 +82,7 @@ FAMILIES = {
         *(GPT_OSS, GLM4_MOE, MINIMAX_M2, ERNIE4_5_MOE, HUNYUAN_V1_DENSE, HUNYUAN_V1_MOE, GRANITEMOESHARED),
         *(LLAMA4, GEMMA4, PHIMOE),
         *(LFM2, QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE, GRANITEMOEHYBRID, FALCON_H1, NEMOTRON_H, KIMI_LINEAR),
-        *(DEEPSEEK_V2, DEEPSEEK_V3, KIMI_K2, GLM4_MOE_LITE, MINICPM3, YOUTU),
+        *(DEEPSEEK_V2, DEEPSEEK_V3, KIMI_K2, GLM4_MOE_LITE, MINICPM3, YOUTU, MISTRAL4),
         *(OLMO, APERTUS, GPT_NEOX, GPT2, PHI, STARCODER2),
         *(GLM, HELIUM, ARCEE, NEMOTRON, STABLELM),
     )
@@ -89,6 +92,7 @@ MULTIMODAL = {
     family.model_type: family
     for family in (
         GEMMA3_WITH_VISION,
+        KIMI_K25,
         GEMMA4_WITH_VISION,
         LLAMA4_WITH_VISION,
         MISTRAL3_WITH_VISION,
@@ -96,6 +100,10 @@ MULTIMODAL = {
         QWEN3_5_MOE_WITH_VISION,
         QWEN3_VL,
         QWEN3_VL_MOE,
+        QWEN2_VL,
+        QWEN2_5_VL,
+        GLM4V,
+        GLM4V_MOE,
     )
 }
 """Multimodal parents of which the text model is served; their configurations become those of `FAMILIES`."""
@@ -108,15 +116,16 @@ REFUSED = {"deepseek_v32": _SPARSE, "glm_moe_dsa": _SPARSE}
 
 def family_for(hf_config: Mapping[str, Any]) -> Family:
     """The family of a `config.json`. Raises: ValueError if there is none."""
-    known = FAMILIES | MULTIMODAL
     if not isinstance(hf_config, Mapping):
         raise ValueError(f"config.json is {type(hf_config).__name__}; expected a mapping of keys to values")
     model_type = hf_config.get("model_type")
     if isinstance(model_type, str) and model_type in REFUSED:
         raise ValueError(f"config.json: model_type={model_type!r}: {REFUSED[model_type]}")
+    known = sorted({*FAMILIES, *MULTIMODAL})
     if not isinstance(model_type, str) or model_type not in known:
         raise ValueError(
-            f"config.json: model_type={model_type!r}, expected one of {', '.join(sorted(known))}; "
+            f"config.json: model_type={model_type!r}, expected one of {', '.join(known)}; "
             "other architectures are not implemented"
         )
-    return known[model_type]
+    parent = MULTIMODAL.get(model_type)
+    return FAMILIES[model_type] if parent is None else parent.family_of(hf_config)
