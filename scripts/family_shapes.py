@@ -97,6 +97,8 @@ SHAPES: dict[str, tuple[AttentionShape, ...]] = {
     "hunyuan_v1_moe": _heads((32, 8, 128)),
     "llama4_text": (*_heads((40, 8, 128), attention_chunk=8192), *_heads((40, 8, 128))),
     "lfm2": _heads((16, 8, 64), (32, 8, 64)),
+    "lfm2_moe": _heads((32, 8, 64)),
+    "olmo_hybrid": _heads((30, 30, 128)),
     "qwen3_next": _heads((16, 2, 256)),
     "qwen3_5_text": _heads((8, 2, 256), (16, 4, 256), (24, 4, 256)),
     "qwen3_5_moe_text": _heads((16, 2, 256), (32, 2, 256)),
@@ -110,6 +112,7 @@ SHAPES: dict[str, tuple[AttentionShape, ...]] = {
     "glm4_moe_lite": _latents(20),
     "minicpm3": _latents(40, size=288, value_dim=256),
     "youtu": _latents(16),
+    "mistral4": _latents(32, size=320, value_dim=256),
     "arcee": _heads((20, 4, 128)),
     "helium": _heads((20, 20, 128)),
     # Minitron 4B and 8B; 340B

@@ -40,7 +40,13 @@ _GAINS = {
     **{"c_attn": 1.4, "c_fc": 1.4, "c_proj": 2.0, "fc1": 1.4, "fc2": 2.0},
     **{"per_layer_input_gate": 1.4, "per_layer_projection": 2.0, "per_layer_model_projection": 1.0, "proj": 3.0},
 }
-_SPREADS = {"sinks": 1.5, "e_score_correction_bias": 0.1, "gate_up_proj_bias": 0.5, "down_proj_bias": 0.3}
+_SPREADS = {
+    "sinks": 1.5,
+    "e_score_correction_bias": 0.1,
+    "expert_bias": 0.1,
+    "gate_up_proj_bias": 0.5,
+    "down_proj_bias": 0.3,
+}
 """Standard deviations of parameters that are no matrices."""
 _FACTORS = {"layer_scalar": 0.3, "scale": 0.2, "per_expert_scale": 0.5}
 """Standard deviations of parameters that are factors, around one."""

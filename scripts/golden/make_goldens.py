@@ -73,6 +73,7 @@ READ_FROM_FILES = (
     "phimoe",
     *("granitemoeshared", "deepseek_v2", "deepseek_v3", "kimi_k2", "glm4_moe_lite"),
     *("qwen3_next", "qwen3_5_moe_text", "granitemoehybrid", "nemotron_h", "kimi_linear"),
+    *("lfm2_moe", "olmo_hybrid"),
 )
 """Families whose experts are other tensors in transformers' memory than in its files."""
 
@@ -91,6 +92,22 @@ def read_model(name: str, config: dict, weights: dict[str, np.ndarray], *, stric
     return model.eval()
 
 
+def _in_memory(name: str) -> str:
+    """The name of a tensor of OLMo Hybrid in memory: in files, transformers writes some norms of attention layers under
+    the names of those of others."""
+    name = name.replace(".attention_layer_norm.", ".input_layernorm.")
+    return name.replace(".feedforward_layer_norm.", ".post_attention_layernorm.")
+
+
+def _published(name: str, shape: tuple[int, ...], config: dict) -> tuple[int, ...]:
+    """The shape of a tensor of OLMo Hybrid: transformers writes three equal parts of the convolutions' channels."""
+    kind = re.search(r"\.([qkv])_conv1d\.", name)
+    if kind is None:
+        return shape
+    size = config["linear_value_head_dim" if kind[1] == "v" else "linear_key_head_dim"]
+    return (config["linear_num_key_heads"] * size, *shape[1:])
+
+
 _DENSE = re.compile(r"\.block_sparse_moe\.((gate|up|down)_proj)")
 SHAPES: dict[str, dict[str, tuple[int, ...]]] = {}
 """Tensors of HF's own models, for families whose tensors `golden_cases.tensor_shapes` does not know."""
@@ -105,6 +122,8 @@ def found_shapes(name: str) -> dict[str, tuple[int, ...]] | None:
         with tempfile.TemporaryDirectory() as directory:
             model.save_pretrained(directory)
             found = load_file(Path(directory) / "model.safetensors")
+        if config["model_type"] == "olmo_hybrid":
+            return {_in_memory(name): _published(name, value.shape, config) for name, value in found.items()}
         # transformers writes the dense blocks of Kimi-Linear under the name of its experts
         names = {name: _DENSE.sub(r".mlp.\1", name) for name in found}
         return {names[name]: value.shape for name, value in found.items()}

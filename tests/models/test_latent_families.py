@@ -1,19 +1,26 @@
 """Families with latent attention: published configurations, refusals, and tensors that are not read."""
 
+import dataclasses
 import json
 import math
 from pathlib import Path
 
 import equinox as eqx
+import haliax as hax
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
 from levanter_infer.cache.memory import Latents
-from levanter_infer.checkpoints.load import load_weights
+from levanter_infer.checkpoints.load import load_model, load_weights
+from levanter_infer.checkpoints.save import save_model
 from levanter_infer.checkpoints.source import resolve_source
+from levanter_infer.engine.config import EngineConfig
+from levanter_infer.engine.sizes import resolve_shapes
 from levanter_infer.layers.latent_attention import LatentAttentionBlock
+from levanter_infer.models.decoder import DecoderModel
 from levanter_infer.models.registry import family_for
 from tests.golden_cases import load_case, write_checkpoint
 
@@ -121,8 +128,6 @@ def test_the_scale_has_the_square_of_mscale_where_yarn_names_all_dimensions():
         (DEEPSEEK_V3, {"index_topk": 2048}, "'index_topk'"),
         (DEEPSEEK_V2_LITE, {"norm_topk_prob": True}, "norm_topk_prob=True, expected False"),
         (DEEPSEEK_V2_LITE, {"num_experts_per_tok": None}, "num_experts_per_tok=None, expected a whole number"),
-        (DEEPSEEK_V3, {"model_type": "deepseek_v32"}, "deepseek_v32': its sparse attention.*is not implemented"),
-        (DEEPSEEK_V3, {"model_type": "glm_moe_dsa"}, "glm_moe_dsa': its sparse attention.*is not implemented"),
     ],
 )
 def test_config_refuses_by_name(raw, changes, message):
@@ -180,3 +185,61 @@ def test_experts_of_mistral_small_4_are_read_one_by_one_too(tmp_path):
             tensors |= {f"{start}{expert}.{part}_proj.weight": np.ascontiguousarray(x) for part, x in parts.items()}
     save_file(tensors, directory / "model.safetensors")
     assert eqx.tree_equal(load_weights(resolve_source(directory), dtype=jnp.float32), whole)
+
+
+DSA = {"index_topk": 2048, "index_head_dim": 128, "index_n_heads": 64}
+DEEPSEEK_V32 = {**DEEPSEEK_V3, "model_type": "deepseek_v32", **DSA}
+GLM_5 = {
+    **{"model_type": "glm_moe_dsa", "vocab_size": 154880, "hidden_size": 6144, "intermediate_size": 12288},
+    **{"num_hidden_layers": 78, "num_attention_heads": 64, "num_key_value_heads": 64, "head_dim": 64},
+    **{"rope_parameters": {"rope_theta": 1000000, "rope_type": "default"}, "rope_interleave": True},
+    **{"scoring_func": "sigmoid", "topk_method": "noaux_tc", "num_nextn_predict_layers": 1, **DSA},
+    **{"indexer_types": ["full", "shared"] * 39, "layer_types": ["indexed_attention"] * 78},
+}
+
+
+def test_sparse_attention_is_served_as_far_as_it_is_dense():
+    v32, v3, glm = parse(DEEPSEEK_V32), parse(DEEPSEEK_V3), parse(GLM_5)
+    assert v32.blocks == v3.blocks and v32.num_parameters == v3.num_parameters
+    assert round(glm.num_parameters / 1e9) == 743 and glm.model_type == "glm4_moe_lite"
+    types, sizes = DecoderModel.types(v32), {"max_seqs": 2, "max_pages": 512}
+    assert resolve_shapes(EngineConfig(**sizes), types, 1).max_seq_len == 2048
+    message = r"the model's attention is sparse beyond 2048 tokens \(index_topk\), which is not implemented"
+    with pytest.raises(ValueError, match=f"engine.max_seq_len=2049: {message}; sequences of at most 2048 tokens"):
+        resolve_shapes(EngineConfig(max_seq_len=2049, **sizes), types, 1)
+    with pytest.raises(ValueError, match=f"a sequence of 2049 tokens: {message}"):
+        types(hax.zeros(hax.Axis("position", 2049), dtype=np.int32))
+    assert parse({**DEEPSEEK_V32, "index_topk": 2**20}).max_position_embeddings == 163840
+    for changes, refused in (
+        ({"index_topk": 0}, "index_topk=0, expected a whole number"),
+        ({"index_local_window": 64}, "'index_local_window' "),
+        ({"rope_interleave": False}, "rope_interleave=False, expected True"),
+        ({"layer_types": ["full_attention"]}, "layer_types="),
+    ):
+        with pytest.raises(ValueError, match=refused):
+            parse(GLM_5, **changes)
+
+
+@pytest.mark.parametrize("model_type", ["deepseek_v32", "glm_moe_dsa"])
+def test_indexers_are_not_read(tmp_path, model_type):
+    """A model with an indexer in some layers, and one more layer for multi-token prediction."""
+    case = load_case("glm4_moe_lite_untied")
+    plain, _ = load_model(write_checkpoint(tmp_path / "plain", case))
+    tensors = load_file(tmp_path / "plain" / "model.safetensors")
+    last = case.config["num_hidden_layers"]
+    for layer in (0, 2, last):
+        for name in ("wq_b.weight", "wk.weight", "k_norm.weight", "k_norm.bias", "weights_proj.weight"):
+            tensors[f"model.layers.{layer}.self_attn.indexer.{name}"] = np.ones(3, np.float32)
+    keys = {**case.config, **DSA, "index_topk": 64, "model_type": model_type, "num_nextn_predict_layers": 1}
+    keys["first_k_dense_replace"] = 1
+    del keys["mlp_layer_types"]
+    directory = tmp_path / "sparse"
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps(keys))
+    save_file(tensors, directory / "model.safetensors")
+    model, _ = load_model(directory)
+    assert model.config == dataclasses.replace(plain.config, max_position_embeddings=64, sparse_beyond=64)
+    assert all(jax.tree.leaves(jax.tree.map(lambda a, b: bool((a == b).all()), model.stacks, plain.stacks)))
+    save_model(model, tmp_path / "dense")
+    saved, _ = load_model(tmp_path / "dense")
+    assert saved.config == dataclasses.replace(plain.config, max_position_embeddings=64)

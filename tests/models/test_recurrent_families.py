@@ -3,6 +3,7 @@
 import json
 import math
 
+import equinox as eqx
 import jax
 import numpy as np
 import pytest
@@ -49,6 +50,41 @@ LFM2_1B = {
     "rope_theta": 1000000.0,
     "use_pos_enc": True,
     "vocab_size": 65536,
+}
+LFM2_8B = {
+    "model_type": "lfm2_moe",
+    "conv_L_cache": 3,
+    "conv_bias": False,
+    "hidden_size": 2048,
+    "intermediate_size": 7168,
+    "layer_types": ["full_attention" if layer in (2, 6, 10, 14, 18, 21) else "conv" for layer in range(24)],
+    "max_position_embeddings": 128000,
+    "moe_intermediate_size": 1792,
+    "norm_eps": 1e-05,
+    "norm_topk_prob": True,
+    "num_attention_heads": 32,
+    "num_dense_layers": 2,
+    "num_experts": 32,
+    "num_experts_per_tok": 4,
+    "num_hidden_layers": 24,
+    "num_key_value_heads": 8,
+    "rope_theta": 1000000.0,
+    "routed_scaling_factor": 1.0,
+    "use_expert_bias": True,
+    "vocab_size": 65536,
+}
+OLMO_HYBRID_7B = {
+    "model_type": "olmo_hybrid",
+    "vocab_size": 100352,
+    "hidden_size": 3840,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 30,
+    "num_key_value_heads": 30,
+    "rms_norm_eps": 1e-06,
+    "rope_parameters": {"rope_theta": None, "rope_type": "default"},
+    "linear_allow_neg_eigval": True,
+    "linear_a_log_max": 16.0,
 }
 KIMI_LINEAR_48B = {
     "architectures": ["KimiLinearForCausalLM"],
@@ -464,3 +500,55 @@ def test_layers_of_kimi_linear_without_a_list_are_those_of_transformers():
 def test_the_number_of_parameters_is_that_of_the_arrays(name):
     config = parse(load_case(name).config)
     assert config.num_parameters == sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(DecoderModel.types(config)))
+
+
+def test_lfm2_8b_is_read():
+    config = parse(LFM2_8B)
+    assert 8.3e9 < config.num_parameters < 8.5e9
+    assert [isinstance(block.feed_forward, ExpertsBlock) for block in config.blocks] == [False] * 2 + [True] * 22
+    assert [layer for layer, block in enumerate(config.blocks) if block.attention is not None] == [2, 6, 10, 14, 18, 21]
+    assert parse(family_for(LFM2_8B).config_to_hf(config)) == config
+    with pytest.raises(ValueError, match="at most the number of experts, 32"):
+        parse({**LFM2_8B, "num_experts_per_tok": 33})
+    with pytest.raises(ValueError, match="'block_auto_adjust_ff_dim' "):
+        parse({**LFM2_8B, "block_auto_adjust_ff_dim": True})
+
+
+def test_olmo_hybrid_7b_is_read():
+    config = parse(OLMO_HYBRID_7B)
+    delta, full = config.blocks[0].mixer, config.blocks[3].mixer
+    assert delta == DeltaNetBlock(30, 30, 96, 192, 4, 1e-5, beta_scale=2.0) and full.rope is None
+    assert [layer for layer, block in enumerate(config.blocks) if block.attention is not None] == [*range(3, 32, 4)]
+    assert 7e9 < config.num_parameters < 8e9
+    assert parse(family_for(OLMO_HYBRID_7B).config_to_hf(config)) == config
+    rope = {"rope_theta": 5e5, "rope_type": "default"}
+    assert parse({**OLMO_HYBRID_7B, "rope_parameters": rope}).ropes[0].theta == 5e5
+    for changes, message in (
+        ({"rope_parameters": None}, r"rope_parameters=None, expected a rope_theta, or "),
+        ({"linear_num_value_heads": 60}, "linear_num_value_heads=60, expected None or 30"),
+        ({"layer_types": ["linear_attention"] * 32}, "some of each kind"),
+        ({"layer_types": ["full_attention"]}, "one entry for each of num_hidden_layers=32"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            parse({**OLMO_HYBRID_7B, **changes})
+
+
+def test_norms_of_olmo_hybrid_are_read_under_all_of_their_names(tmp_path):
+    """As published; and as transformers 5.23 writes them, in attention layers too."""
+    case = load_case("olmo_hybrid")
+    plain, _ = load_model(write_checkpoint(tmp_path / "plain", case))
+    tensors = load_file(tmp_path / "plain" / "model.safetensors")
+    linear = {name.split(".")[2] for name in tensors if ".linear_attn." in name}
+    for written_by_hf in (False, True):
+        named = {}
+        for name, tensor in tensors.items():
+            if written_by_hf or name.split(".")[2:3] and name.split(".")[2] in linear:
+                name = name.replace(".input_layernorm.", ".attention_layer_norm.")
+                name = name.replace(".post_attention_layernorm.", ".feedforward_layer_norm.")
+            named[name] = tensor
+        directory = tmp_path / str(written_by_hf)
+        directory.mkdir()
+        (directory / "config.json").write_text(json.dumps(case.config))
+        save_file(named, directory / "model.safetensors")
+        assert set(named) != set(tensors)
+        assert eqx.tree_equal(load_model(directory)[0], plain)

@@ -40,6 +40,42 @@ CASES |= {
         changes=({"rope_theta": 1e4},),
     ),
 }
+LFM2_MOE = {
+    **{k: v for k, v in LFM2.items() if not k.startswith("block_") and k != "head_dim"},
+    "model_type": "lfm2_moe",
+    "architectures": ["Lfm2MoeForCausalLM"],
+    "num_hidden_layers": 5,
+    "layer_types": ["conv", "full_attention", "conv", "conv", "full_attention"],
+    "rope_theta": 300.0,
+    "num_dense_layers": 2,
+    "num_experts": 6,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 36,
+    "routed_scaling_factor": 1.9,
+}
+CASES |= {
+    "lfm2_moe": Case(
+        LFM2_MOE,
+        (7, 60),
+        {"routed_scaling_factor": 1.0},
+        changes=({"rope_theta": 1e4}, {"norm_topk_prob": False}, {"num_experts_per_tok": 4}),
+        zeroed=("feed_forward.expert_bias",),
+    ),
+    "lfm2_moe_untied": Case(
+        {
+            **LFM2_MOE,
+            "tie_word_embeddings": False,
+            "conv_bias": False,
+            "conv_L_cache": 4,
+            "use_expert_bias": False,
+            "norm_topk_prob": False,
+            "num_dense_layers": 0,
+        },
+        (3, 40),
+        {"norm_topk_prob": True},
+        changes=({"norm_topk_prob": True}, {"routed_scaling_factor": 1.0}),
+    ),
+}
 DELTA_NET = {
     "head_dim": 16,
     "linear_conv_kernel_dim": 4,
@@ -358,5 +394,49 @@ CASES |= {
         | {"conv_kernel": 2, "mamba_num_heads": 4, "mamba_head_dim": 12},
         (2, 40),
         {"mlp_bias": False},
+    ),
+}
+OLMO_HYBRID = {
+    **{k: v for k, v in EVERY.items() if k not in ("head_dim", "rope_theta")},
+    "model_type": "olmo_hybrid",
+    "architectures": ["OlmoHybridForCausalLM"],
+    "num_hidden_layers": 5,
+    "num_attention_heads": 14,
+    "linear_num_key_heads": 3,
+    "linear_num_value_heads": 3,
+    "linear_key_head_dim": 12,
+    "linear_value_head_dim": 10,
+    "pad_token_id": 0,
+}
+CASES |= {
+    "olmo_hybrid": Case(
+        {
+            **OLMO_HYBRID,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"]
+            + ["full_attention"],
+            "rope_parameters": {"rope_theta": None, "rope_type": "default"},
+        },
+        (8, 57),
+        {"linear_allow_neg_eigval": False},
+        changes=(
+            {"linear_allow_neg_eigval": False},
+            {"rope_parameters": {"rope_theta": 100.0, "rope_type": "default"}},
+        ),
+    ),
+    "olmo_hybrid_tied": Case(
+        {
+            **OLMO_HYBRID,
+            "tie_word_embeddings": True,
+            "attention_bias": True,
+            "linear_allow_neg_eigval": False,
+            "linear_conv_kernel_dim": 3,
+            "rope_parameters": {"rope_theta": 300.0, "rope_type": "default"},
+        },
+        (2, 41),
+        {"linear_allow_neg_eigval": True},
+        changes=(
+            {"linear_allow_neg_eigval": True},
+            {"rope_parameters": {"rope_theta": None, "rope_type": "default"}},
+        ),
     ),
 }

@@ -117,11 +117,7 @@ def resolve_shapes(
     arch = model.config
     page_size = config.page_size or 16
     max_seq_len = config.max_seq_len or min(arch.max_position_embeddings, 32768)
-    if arch.position_limit is not None and max_seq_len > arch.position_limit:
-        raise ValueError(
-            f"engine.max_seq_len={max_seq_len}: the model has learnt {arch.position_limit} positions "
-            f"(max_position_embeddings) and no others; set it to at most {arch.position_limit}"
-        )
+    arch.check_length(max_seq_len, f"engine.max_seq_len={max_seq_len}")
     useful = min(step_tokens, config.max_seqs * max_seq_len)
     max_step_tokens = config.max_step_tokens or max(useful, Platform.step_tokens, 4 * config.max_seqs)
     wanted = config.max_seqs * -(-max_seq_len // page_size)

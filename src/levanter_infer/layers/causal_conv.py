@@ -84,3 +84,10 @@ class CausalConv(eqx.Module):
         total = sum(weight[:, tap].reshape(*lead, -1) * each for tap, each in enumerate(inputs))
         assert not isinstance(total, int)
         return total if self.bias is None else total + self.bias.array.astype(jnp.float32).reshape(*lead, -1)
+
+
+def joined(*convs: CausalConv) -> CausalConv:
+    """The convolutions of one layer as one of all their channels, in this order."""
+    channel, tap = convs[0].weight.axes
+    weight = jnp.concatenate([conv.weight.array for conv in convs], axis=0)
+    return CausalConv(NamedArray(weight, (channel.resize(weight.shape[0]), tap)), None)

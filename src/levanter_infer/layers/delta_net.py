@@ -1,5 +1,6 @@
-"""Gated DeltaNet as a mixer (Qwen3-Next, Qwen3.5): a matrix per head, which each token corrects by the delta rule."""
+"""Gated DeltaNet as a mixer (Qwen3-Next, OLMo Hybrid): a matrix per head, corrected by each token."""
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -11,7 +12,7 @@ from jax import Array
 
 from levanter_infer.axes import KEY_SIZE, STATE_HEAD, VALUE_SIZE
 from levanter_infer.cache.memory import FixedState
-from levanter_infer.layers.causal_conv import CausalConv
+from levanter_infer.layers.causal_conv import CausalConv, joined
 from levanter_infer.layers.linear import Fusion, Linear, apply, split_key
 from levanter_infer.layers.norm import NormConfig, RMSNorm
 from levanter_infer.layers.recurrence import RecurrentMixer, TokenInputs, repeated, unit
@@ -30,6 +31,8 @@ class DeltaNetBlock:
     """Inputs that an output of the convolution of queries, keys and values sees."""
     norm_eps: float
     """Epsilon of the norm of each head's result."""
+    beta_scale: float = 1.0
+    """Factor of β: 2 where the memory may have negative eigenvalues (OLMo Hybrid). Source: arXiv:2411.12537."""
 
     def __post_init__(self):
         if self.num_value_heads % self.num_key_heads:
@@ -41,7 +44,7 @@ class DeltaNetBlock:
     @property
     def stored(self) -> "DeltaNetBlock":
         """The block with neutral options that no parameter depends on: blocks that are equal here share a stack."""
-        return self
+        return dataclasses.replace(self, beta_scale=1.0)
 
     @property
     def channels(self) -> int:
@@ -77,8 +80,9 @@ class DeltaNet(RecurrentMixer):
     b_proj: Linear
     a_proj: Linear
     """[layers, state_head, embed]; β = sigmoid(b), and the decay comes from a."""
-    conv: CausalConv
-    """Channels of queries, keys and values, in this order."""
+    q_conv: CausalConv
+    k_conv: CausalConv
+    v_conv: CausalConv
     a_log: NamedArray
     dt_bias: NamedArray
     """f32[layers, state_head]; the logarithm of the decay is -exp(a_log) · softplus(a + dt_bias)."""
@@ -90,26 +94,36 @@ class DeltaNet(RecurrentMixer):
     @staticmethod
     def init(batch: Sequence[Axis], embed: Axis, block: DeltaNetBlock, *, key: Array | None, dtype) -> "DeltaNet":
         """Random maps as in `Linear.init`, no decay bias; `batch`: axes of independent layers."""
-        keys = iter(split_key(key, 8))
+        keys = iter(split_key(key, 10))
         k_heads = (Axis(STATE_HEAD, block.num_key_heads), Axis(KEY_SIZE, block.key_size))
         head, value = Axis(STATE_HEAD, block.num_value_heads), Axis(VALUE_SIZE, block.value_size)
 
         def linear(*outs: Axis) -> Linear:
             return Linear.init(batch, outs, (embed,), key=next(keys), dtype=dtype)
 
-        return DeltaNet(
+        def conv(heads: int, size: int) -> CausalConv:
+            return CausalConv.init(batch, heads * size, block.taps, key=next(keys), dtype=dtype)
+
+        return DeltaNet(  # type: ignore[call-arg]  # conv is a property
             q_proj=linear(*k_heads),
             k_proj=linear(*k_heads),
             v_proj=linear(head, value),
             z_proj=linear(head, value),
             b_proj=linear(head),
             a_proj=linear(head),
-            conv=CausalConv.init(batch, block.channels, block.taps, key=next(keys), dtype=dtype),
+            q_conv=conv(block.num_key_heads, block.key_size),
+            k_conv=conv(block.num_key_heads, block.key_size),
+            v_conv=conv(block.num_value_heads, block.value_size),
             a_log=hax.zeros((*batch, head)),
             dt_bias=hax.zeros((*batch, head)),
             norm=RMSNorm.init(batch, value, config=NormConfig(block.norm_eps), dtype=jnp.float32),
             out_proj=Linear.init(batch, (embed,), (head, value), key=next(keys), dtype=dtype),
         )
+
+    @property
+    def conv(self) -> CausalConv:
+        """The convolutions of queries, keys and values as one."""
+        return joined(self.q_conv, self.k_conv, self.v_conv)
 
     def _mixed(
         self,
@@ -132,6 +146,7 @@ class DeltaNet(RecurrentMixer):
             q_heads = repeated(q_unit * jnp.float32(block.key_size**-0.5), block.num_value_heads)
             k_heads = repeated(k_unit, block.num_value_heads)
             beta = jax.nn.sigmoid(b.astype(jnp.float32))
+            beta = beta if block.beta_scale == 1 else beta * jnp.float32(block.beta_scale)
             return [q_heads, k_heads, v_flat.reshape(*lead, *v.array.shape[-2:]), self._log_decay(a), beta]
 
         def gated(result: NamedArray, z: NamedArray) -> NamedArray:

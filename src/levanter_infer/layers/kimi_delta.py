@@ -11,7 +11,7 @@ from jax import Array
 
 from levanter_infer.axes import GATE_RANK, KEY_SIZE, STATE_HEAD, VALUE_SIZE
 from levanter_infer.cache.memory import FixedState
-from levanter_infer.layers.causal_conv import CausalConv
+from levanter_infer.layers.causal_conv import CausalConv, joined
 from levanter_infer.layers.linear import Fusion, Linear, apply, split_key
 from levanter_infer.layers.norm import NormConfig, RMSNorm
 from levanter_infer.layers.recurrence import RecurrentMixer, TokenInputs, unit
@@ -118,11 +118,8 @@ class KimiDelta(RecurrentMixer):
 
     @property
     def conv(self) -> CausalConv:
-        """The convolutions of queries, keys and values as one of all their channels, in this order."""
-        weights = [conv.weight for conv in (self.q_conv, self.k_conv, self.v_conv)]
-        channel, tap = weights[0].axes
-        joined = jnp.concatenate([weight.array for weight in weights], axis=0)
-        return CausalConv(NamedArray(joined, (channel.resize(joined.shape[0]), tap)), None)
+        """The convolutions of queries, keys and values as one."""
+        return joined(self.q_conv, self.k_conv, self.v_conv)
 
     def _mixed(
         self,

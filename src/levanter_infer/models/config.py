@@ -41,6 +41,9 @@ class DecoderConfig:
     """Whether the head has a bias, even where its weight is that of the embeddings."""
     learnt_positions: bool = False
     """Whether each of `max_position_embeddings` positions has an embedding, added to that of its token."""
+    sparse_beyond: int | None = None
+    """Tokens of a sequence beyond which its attention chooses among keys, which is not implemented; None: it never
+    does."""
     embedding_multiplier: float = 1.0
     """Factor of the embeddings, in the dtype of the parameters."""
     embedding_norm: NormConfig | None = None
@@ -124,7 +127,17 @@ class DecoderConfig:
     @property
     def position_limit(self) -> int | None:
         """Tokens of the longest sequence that the model can compute; None: there is no limit."""
-        return self.max_position_embeddings if self.learnt_positions else None
+        return self.max_position_embeddings if self.learnt_positions else self.sparse_beyond
+
+    def check_length(self, tokens: int, what: str) -> None:
+        """Refuse what the model cannot compute. Args: what: the start of the message. Raises: ValueError"""
+        limit = self.position_limit
+        if limit is None or tokens <= limit:
+            return
+        why = f"the model has learnt {limit} positions only"
+        if not self.learnt_positions:
+            why = f"the model's attention is sparse beyond {limit} tokens (index_topk), which is not implemented"
+        raise ValueError(f"{what}: {why}; sequences of at most {limit} tokens are computed")
 
     @property
     def num_layers(self) -> int:
@@ -242,7 +255,10 @@ class DecoderConfig:
     @property
     def num_parameters(self) -> int:
         """Parameters of the model, from the sizes alone."""
-        rows = self.vocab_size * (1 if self.tie_word_embeddings else 2) + (self.position_limit or 0)
+        rows = (
+            self.vocab_size * (1 if self.tie_word_embeddings else 2)
+            + self.max_position_embeddings * self.learnt_positions
+        )
         tables = rows * self.hidden_size + self.vocab_size * self.head_bias
         counts = collections.Counter(self.blocks).items()
         layers = sum(n * block.num_parameters(self.hidden_size) for block, n in counts)

@@ -382,11 +382,10 @@ class DecoderModel(eqx.Module):
 
         Args: as in `plain_hidden`.
         Returns: f32[..., position, vocab].
-        Raises: ValueError for more positions than a model with learnt ones has.
+        Raises: ValueError for more tokens than the model computes.
         """
-        num_positions, limit = tokens.axis_size(POSITION), self.config.position_limit
-        if limit is not None and num_positions > limit:
-            raise ValueError(f"a sequence of {num_positions} tokens: the model has learnt {limit} positions only")
+        num_positions = tokens.axis_size(POSITION)
+        self.config.check_length(num_positions, f"a sequence of {num_positions} tokens")
         return self.logits(self.plain_hidden(tokens, attention))
 
     def plain_hidden(self, tokens: NamedArray, attention: AttentionSpec = PLAIN) -> NamedArray:

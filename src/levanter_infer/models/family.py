@@ -35,6 +35,8 @@ class Family:
     """Where a checkpoint has the parameters; lines of parameters that a model does not have are skipped."""
     prefixes: tuple[tuple[str, str], ...] = ()
     """Starts of tensor names in a checkpoint, and what stands for them in `tensors`; other names stay."""
+    renamed: tuple[tuple[str, str], ...] = ()
+    """Parts of tensor names in some checkpoints, and what stands for them in `tensors`."""
     unused: tuple[str, ...] = ()
     """Starts of the names of tensors that belong to other parts of a multimodal model, and are not read."""
     derived: tuple[str, ...] = ("rotary_emb.inv_freq",)
@@ -75,6 +77,8 @@ class Family:
             if not name.startswith(unused) and not name.endswith(self.derived):
                 prefix, instead = next((pair for pair in self.prefixes if name.startswith(pair[0])), ("", ""))
                 own = instead + name.removeprefix(prefix)
+                for part, other in self.renamed:
+                    own = own.replace(part, other)
                 if own in found:
                     raise ValueError(f"tensors {found[own]!r} and {name!r} are both {own!r}; leave one out")
                 if not own.startswith(unread):

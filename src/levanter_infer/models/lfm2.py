@@ -1,13 +1,14 @@
 """LFM2: gated short convolutions, and attention with norms of queries and keys in some layers."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from levanter_infer.layers.mlp import DenseBlock
+from levanter_infer.layers.moe import ExpertsBlock
 from levanter_infer.layers.short_conv import ShortConvBlock
 from levanter_infer.models.blocks import Block
 from levanter_infer.models.config import DecoderConfig
-from levanter_infer.models.family import TENSOR_NAMES, Family, common_to_hf, read_sizes
+from levanter_infer.models.family import TENSOR_NAMES, Family, Sizes, common_to_hf, read_sizes
 from levanter_infer.models.hf_config import FULL, HfConfig
 from levanter_infer.models.tensors import tensor_table
 
@@ -17,10 +18,18 @@ CONV = "conv"
 
 def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     """Raises: ValueError naming the key that is unknown, malformed or not implemented."""
+    hf, sizes = read_lfm2_sizes({"intermediate_size": 12288, **raw})
+    dense = DenseBlock(_width(hf, sizes.intermediate_size), sizes.activation)
+    blocks = lfm2_blocks(hf, sizes, [dense] * sizes.num_layers)
+    hf.finish()
+    return sizes.decoder("lfm2", blocks)
+
+
+def read_lfm2_sizes(raw: Mapping[str, Any]) -> tuple[HfConfig, Sizes]:
+    """What all models read alike, but for the layers."""
     names = {"block_ff_dim": "intermediate_size", "tie_embedding": "tie_word_embeddings"}  # of Liquid's own files
     instead = {new: raw[old] for old, new in names.items() if old in raw}
-    own = {key: value for key, value in raw.items() if key not in names}
-    hf = HfConfig({"intermediate_size": 12288, **own, **instead})
+    hf = HfConfig({**{key: value for key, value in raw.items() if key not in names}, **instead})
     sizes = read_sizes(
         hf,
         kv_heads=8,
@@ -32,14 +41,15 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
         theta=1e6,
     )
     _read_own_keys(hf, sizes.hidden_size, sizes.num_heads)
-    width = _width(hf, sizes.intermediate_size)
+    return hf, sizes
+
+
+def lfm2_blocks(hf: HfConfig, sizes: Sizes, feed_forward: Sequence[DenseBlock | ExpertsBlock]) -> list[Block]:
+    """The layers. Args: feed_forward: that of each."""
     conv = ShortConvBlock(sizes.hidden_size, hf.count("conv_L_cache", 3), hf.flag("conv_bias", False))
-    kinds = _kinds(hf, sizes.num_layers)
-    hf.finish()
-    norm = sizes.norm()
+    kinds, norm = _kinds(hf, sizes.num_layers), sizes.norm()
     mixers = {FULL: sizes.attention(qk_norm=norm), CONV: conv}
-    blocks = [Block(mixers[kind], DenseBlock(width, sizes.activation), norm) for kind in kinds]
-    return sizes.decoder("lfm2", blocks)
+    return [Block(mixers[kind], part, norm) for kind, part in zip(kinds, feed_forward, strict=True)]
 
 
 def _read_own_keys(hf: HfConfig, hidden: int, heads: int) -> None:
@@ -76,16 +86,21 @@ def _kinds(hf: HfConfig, num_layers: int) -> tuple[str, ...]:
 
 
 def config_to_hf(config: DecoderConfig) -> dict[str, Any]:
+    return {**lfm2_keys(config), "block_auto_adjust_ff_dim": False}
+
+
+def lfm2_keys(config: DecoderConfig) -> dict[str, Any]:
+    """The keys that all models write alike."""
     convs = [block.recurrent for block in config.blocks if isinstance(block.recurrent, ShortConvBlock)]
     keys = common_to_hf(config)
-    own = {"norm_eps": keys.pop("rms_norm_eps"), "block_auto_adjust_ff_dim": False}
+    own = {"norm_eps": keys.pop("rms_norm_eps")}
     if convs:
         own |= {"conv_L_cache": convs[0].taps, "conv_bias": convs[0].bias}
     return {**keys, **own, "layer_types": [CONV if block.attention is None else FULL for block in config.blocks]}
 
 
 _LAYER = "model.layers.{layer}"
-_NAMES = {
+LFM2_NAMES = {
     **{path: name for path, name in TENSOR_NAMES.items() if not path.startswith("layers.mlp.")},
     "layers.input_norm.weight": f"{_LAYER}.operator_norm.weight",
     "layers.mlp_norm.weight": f"{_LAYER}.ffn_norm.weight",
@@ -103,4 +118,4 @@ _NAMES = {
     },
     "norm.weight": "model.embedding_norm.weight",
 }
-LFM2 = Family("lfm2", "Lfm2ForCausalLM", config_from_hf, config_to_hf, tensor_table(_NAMES))
+LFM2 = Family("lfm2", "Lfm2ForCausalLM", config_from_hf, config_to_hf, tensor_table(LFM2_NAMES))

@@ -72,19 +72,26 @@ def read_mixers(hf: HfConfig, sizes: Sizes) -> list:
 
 def mixers_to_hf(config: DecoderConfig) -> dict[str, Any]:
     """The keys of mixers, and those that all families have."""
-    keys = {"attention_bias": config.kv_attention[0].qkv_bias}
-    delta_net = next((b.recurrent for b in config.blocks if isinstance(b.recurrent, DeltaNetBlock)), None)
-    if delta_net is not None:
-        keys |= {
-            "linear_num_key_heads": delta_net.num_key_heads,
-            "linear_num_value_heads": delta_net.num_value_heads,
-            "linear_key_head_dim": delta_net.key_size,
-            "linear_value_head_dim": delta_net.value_size,
-            "linear_conv_kernel_dim": delta_net.taps,
-        }
-    kinds = [LINEAR if block.attention is None else FULL for block in config.blocks]
     partial = config.ropes[0].partial  # written where it is one too: HF's default is a quarter
-    return {**common_to_hf(config), "partial_rotary_factor": partial, **keys, "layer_types": kinds}
+    bias = config.kv_attention[0].qkv_bias
+    own = {"partial_rotary_factor": partial, "attention_bias": bias}
+    return {**common_to_hf(config), **own, **delta_net_to_hf(config)}
+
+
+def delta_net_to_hf(config: DecoderConfig) -> dict[str, Any]:
+    """The keys of gated DeltaNet, and of the layers that have it."""
+    kinds = [LINEAR if block.attention is None else FULL for block in config.blocks]
+    delta_net = next((b.recurrent for b in config.blocks if isinstance(b.recurrent, DeltaNetBlock)), None)
+    if delta_net is None:
+        return {"layer_types": kinds}
+    return {
+        "linear_num_key_heads": delta_net.num_key_heads,
+        "linear_num_value_heads": delta_net.num_value_heads,
+        "linear_key_head_dim": delta_net.key_size,
+        "linear_value_head_dim": delta_net.value_size,
+        "linear_conv_kernel_dim": delta_net.taps,
+        "layer_types": kinds,
+    }
 
 
 def experts_to_hf(config: DecoderConfig) -> dict[str, Any]:
@@ -123,7 +130,7 @@ _GATED = tuple(
 )
 DELTA_NET_TENSORS = (
     *_GATED,
-    Tensor(f"{_LINEAR}.conv1d.weight", ("layers.recurrent.conv.weight",)),
+    Tensor(f"{_LINEAR}.conv1d.weight", tuple(f"layers.recurrent.{part}_conv.weight" for part in "qkv")),
     Tensor(f"{_LINEAR}.A_log", ("layers.recurrent.a_log",)),
     Tensor(f"{_LINEAR}.dt_bias", ("layers.recurrent.dt_bias",)),
     Tensor(f"{_LINEAR}.norm.weight", ("layers.recurrent.norm.weight",)),

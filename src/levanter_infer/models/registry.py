@@ -9,6 +9,7 @@ from levanter_infer.models.cohere import COHERE
 from levanter_infer.models.cohere2 import COHERE2
 from levanter_infer.models.deepseek_v2 import DEEPSEEK_V2
 from levanter_infer.models.deepseek_v3 import DEEPSEEK_V3, KIMI_K2, KIMI_K25
+from levanter_infer.models.deepseek_v32 import DEEPSEEK_V32, GLM_MOE_DSA
 from levanter_infer.models.ernie4_5 import ERNIE4_5
 from levanter_infer.models.ernie4_5_moe import ERNIE4_5_MOE
 from levanter_infer.models.exaone4 import EXAONE4
@@ -35,6 +36,7 @@ from levanter_infer.models.hunyuan_v1_dense import HUNYUAN_V1_DENSE
 from levanter_infer.models.hunyuan_v1_moe import HUNYUAN_V1_MOE
 from levanter_infer.models.kimi_linear import KIMI_LINEAR
 from levanter_infer.models.lfm2 import LFM2
+from levanter_infer.models.lfm2_moe import LFM2_MOE
 from levanter_infer.models.llama import LLAMA
 from levanter_infer.models.llama4 import LLAMA4, LLAMA4_WITH_VISION
 from levanter_infer.models.minicpm3 import MINICPM3
@@ -49,6 +51,7 @@ from levanter_infer.models.nemotron_h import NEMOTRON_H
 from levanter_infer.models.olmo import OLMO
 from levanter_infer.models.olmo2 import OLMO2
 from levanter_infer.models.olmo3 import OLMO3
+from levanter_infer.models.olmo_hybrid import OLMO_HYBRID
 from levanter_infer.models.olmoe import OLMOE
 from levanter_infer.models.phi import PHI
 from levanter_infer.models.phi3 import PHI3
@@ -81,7 +84,8 @@ FAMILIES = {
         *(COHERE, COHERE2, GLM4, ERNIE4_5, MINISTRAL3),
         *(GPT_OSS, GLM4_MOE, MINIMAX_M2, ERNIE4_5_MOE, HUNYUAN_V1_DENSE, HUNYUAN_V1_MOE, GRANITEMOESHARED),
         *(LLAMA4, GEMMA4, PHIMOE),
-        *(LFM2, QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE, GRANITEMOEHYBRID, FALCON_H1, NEMOTRON_H, KIMI_LINEAR),
+        *(LFM2, LFM2_MOE, QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE, OLMO_HYBRID),
+        *(GRANITEMOEHYBRID, FALCON_H1, NEMOTRON_H, KIMI_LINEAR),
         *(DEEPSEEK_V2, DEEPSEEK_V3, KIMI_K2, GLM4_MOE_LITE, MINICPM3, YOUTU, MISTRAL4),
         *(OLMO, APERTUS, GPT_NEOX, GPT2, PHI, STARCODER2),
         *(GLM, HELIUM, ARCEE, NEMOTRON, STABLELM),
@@ -109,9 +113,8 @@ MULTIMODAL = {
 """Multimodal parents of which the text model is served; their configurations become those of `FAMILIES`."""
 
 
-_SPARSE = "its sparse attention, for which an indexer chooses the keys of each query, is not implemented"
-REFUSED = {"deepseek_v32": _SPARSE, "glm_moe_dsa": _SPARSE}
-"""Families that are near relatives of served ones, and the reason why they are not served."""
+SPARSE = {family.model_type: family for family in (DEEPSEEK_V32, GLM_MOE_DSA)}
+"""Families that are read as one of `FAMILIES`, for sequences in which their sparse attention is dense."""
 
 
 def family_for(hf_config: Mapping[str, Any]) -> Family:
@@ -119,13 +122,12 @@ def family_for(hf_config: Mapping[str, Any]) -> Family:
     if not isinstance(hf_config, Mapping):
         raise ValueError(f"config.json is {type(hf_config).__name__}; expected a mapping of keys to values")
     model_type = hf_config.get("model_type")
-    if isinstance(model_type, str) and model_type in REFUSED:
-        raise ValueError(f"config.json: model_type={model_type!r}: {REFUSED[model_type]}")
-    known = sorted({*FAMILIES, *MULTIMODAL})
+    known = sorted({*FAMILIES, *MULTIMODAL, *SPARSE})
     if not isinstance(model_type, str) or model_type not in known:
         raise ValueError(
             f"config.json: model_type={model_type!r}, expected one of {', '.join(known)}; "
             "other architectures are not implemented"
         )
-    parent = MULTIMODAL.get(model_type)
-    return FAMILIES[model_type] if parent is None else parent.family_of(hf_config)
+    if model_type in MULTIMODAL:
+        return MULTIMODAL[model_type].family_of(hf_config)
+    return SPARSE[model_type] if model_type in SPARSE else FAMILIES[model_type]
