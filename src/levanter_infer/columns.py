@@ -106,11 +106,15 @@ class Columns:
             )
 
     def rows(self, output: RequestOutput, carried: Mapping[str, Any] = _NONE) -> Iterator[dict[str, Any]]:
-        """Rows of one request's result, one per sample, or one with `error` if it failed.
+        """Rows of one request's result, one per sample, or one with `error` if it failed. UTF-8 can hold their text.
 
         Args:
             carried: values of the carried columns of the input row; missing ones become null.
         """
+        for row in self._rows(output, carried):
+            yield {name: as_utf8(value) if TYPES.get(name, "text") == "text" else value for name, value in row.items()}
+
+    def _rows(self, output: RequestOutput, carried: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         rest = {name: carried.get(name) for name in self.carry}
         common = {name: _OF_REQUEST[name](output) for name in self.names if name in _OF_REQUEST}
         if output.error is not None:
@@ -200,6 +204,16 @@ def encode_row(row: Mapping[str, Any]) -> str:
 def encode_json(value: Any) -> str:
     """JSON in one line, which UTF-8 can hold. Raises: ValueError, TypeError or RecursionError for what is no JSON."""
     return json.dumps(value, ensure_ascii=False, allow_nan=False).translate(_SURROGATES)
+
+
+def as_utf8(value: Any) -> Any:
+    """A value with half of a surrogate pair, in any of its texts, as the six characters of its escape. JSON can write
+    it, but pyarrow.json reads no file that holds one."""
+    if isinstance(value, str):
+        return value if value.isascii() else value.encode("utf-8", "backslashreplace").decode()
+    if isinstance(value, dict):
+        return {as_utf8(key): as_utf8(inner) for key, inner in value.items()}
+    return [as_utf8(inner) for inner in value] if isinstance(value, list) else value
 
 
 def is_json(value: Any) -> bool:

@@ -8,7 +8,7 @@ import lzma
 import pytest
 
 from levanter_infer.batch.input import Input, InputShards
-from levanter_infer.io.prompts import MAX_LINE_BYTES
+from levanter_infer.io.prompts import MAX_LINE_BYTES, row_id
 
 
 def make_input(path, **changes) -> Input:
@@ -65,14 +65,40 @@ def test_a_name_with_brackets_is_a_file_if_there_is_one(tmp_path):
 
 
 def test_the_id_of_a_line_of_openais_format_is_its_custom_id(tmp_path):
-    """A row with a body is such a line, whatever `id` it has, and is named by its number without a `custom_id`."""
-    rows = [{"id": "a", "body": {}}, {"prompt": "x", "id": "0"}]
+    """A row with a body is such a line, whatever `id` it has; the id of one without a `custom_id` is unknown."""
+    rows = [{"id": "a", "body": {}}, {"prompt": "x", "id": "0"}, {"prompt": "x", "id": "a"}]
     (tmp_path / "in.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    with pytest.raises(ValueError, match="ids must differ, and these do not: '0' in in.jsonl:1 and in.jsonl:2"):
+    assert make_input(tmp_path / "in.jsonl").split(9).rows == 3
+    rows = [{"custom_id": "0", "body": {}}, {"prompt": "x", "id": "0"}]
+    (tmp_path / "in.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    with pytest.raises(ValueError, match="two rows have the id '0' in in.jsonl:1 and in.jsonl:2: ids must differ"):
         make_input(tmp_path / "in.jsonl").split(9)
     rows = [{"id": "1", "body": {}}, {"prompt": "x"}]
     (tmp_path / "in.jsonl").write_text("\n".join(map(json.dumps, rows)))
     assert make_input(tmp_path / "in.jsonl").split(9).rows == 2
+
+
+@pytest.mark.parametrize("broken", ['{"prompt": "x"', '{"prompt": "x", "id": [1]}', '{"id": "x", "body": {}}', "7"])
+def test_a_row_whose_id_is_unknown_differs_from_those_that_are_numbers(tmp_path, broken):
+    """Its number is the id of another one."""
+    rows = [*(json.dumps({"prompt": "x", "id": i}) for i in (1, 2, 3)), broken, json.dumps({"prompt": "x", "id": 5})]
+    (tmp_path / "in.jsonl").write_text("\n".join(rows))
+    inputs = make_input(tmp_path / "in.jsonl").split(9)
+    assert inputs.rows == 5 and inputs.named and InputShards.from_dict(inputs.as_dict()) == inputs
+    read = [content for _, content in make_input(tmp_path / "in.jsonl").rows(inputs, inputs.shards[0])]
+    assert [row_id(row, i, named=True) for i, row in enumerate(read)] == ["1", "2", "3", "row 3", "5"]
+    assert row_id(read[3], 3, named=False) == "3"  # in a job in which no row gives itself an id
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "txt"])
+def test_a_line_that_is_too_long_is_a_row_even_if_its_start_is_blank(tmp_path, suffix):
+    path = tmp_path / f"in.{suffix}"
+    row = '{"prompt": "y", "id": "b"}' if suffix == "jsonl" else "y"
+    path.write_text(" " * (MAX_LINE_BYTES + 5) + row + "\n" + row + "\n")
+    source = make_input(path)
+    inputs = source.split(9)
+    first, second = (content for _, content in source.rows(inputs, inputs.shards[0]))
+    assert "longer than 16777216 bytes" in str(first) and second["prompt"] == "y"
 
 
 @pytest.mark.parametrize("ending", ["\n\n \n", ""])
@@ -132,7 +158,7 @@ def test_ids_that_are_not_unique_stop_a_job_before_it_begins(tmp_path, repeated)
     rows = [{"prompt": "x", "id": "a"}, {"prompt": "x"}, {"prompt": "x", "id": 7}, {"prompt": "x", "id": repeated}]
     (tmp_path / "in.jsonl").write_text("\n".join(map(json.dumps, rows)))
     where = {"a": "in.jsonl:1 and in.jsonl:4", "1": "in.jsonl:2 and in.jsonl:4"}[repeated]
-    with pytest.raises(ValueError, match=f"ids must differ, and these do not: '{repeated}' in {where}"):
+    with pytest.raises(ValueError, match=f"two rows have the id '{repeated}' in {where}: ids must differ"):
         make_input(tmp_path / "in.jsonl").split(2)
 
 

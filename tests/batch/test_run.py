@@ -445,7 +445,9 @@ def test_every_line_of_a_hostile_file_gets_its_row_and_changes_no_other(command,
     by_number = {name: {row["id"]: row for row in found} for name, found in rows.items()}
     for i, line in enumerate(HOSTILE):
         assert by_number["hostile"][str(2 * i)] == by_number["harmless"][str(2 * i)], line[:100]
-        row = by_number["hostile"].get(str(2 * i + 1)) or by_number["hostile"][json.loads(line)["custom_id"]]
+        names = (str(2 * i + 1), f"row {2 * i + 1}")  # the second where the id is unknown: other rows have ids
+        found = [by_number["hostile"][name] for name in names if name in by_number["hostile"]]
+        (row,) = found or [by_number["hostile"][json.loads(line)["custom_id"]]]
         assert bool(row["error"]) != (row["finish_reason"] in ("stop", "length")), line[:100]
     errors = [row["error"] for row in rows["hostile"] if row["error"]]
     assert len(rows["hostile"]) == 2 * len(HOSTILE) and len(errors) >= len(HOSTILE) - 6
@@ -456,7 +458,7 @@ def test_ids_that_are_not_unique_stop_the_command_before_anything_is_written(com
     path = tmp_path / "in.jsonl"
     path.write_text('{"prompt": "a", "id": "x"}\n{"prompt": "b"}\n{"prompt": "c", "id": "x"}\n')
     status, said = command(tmp_path / "out", "--prompts_file", str(path))
-    assert status == 2 and "ids must differ, and these do not: 'x' in in.jsonl:1 and in.jsonl:3" in said
+    assert status == 2 and "two rows have the id 'x' in in.jsonl:1 and in.jsonl:3: ids must differ" in said
     assert not list((tmp_path / "out").glob("*"))
 
 

@@ -46,6 +46,27 @@ def test_rows_of_a_table_are_those_of_lines(tmp_path):
         list(source.rows(inputs, inputs.shards[1]))
 
 
+def test_shards_in_order_read_each_row_once(tmp_path, monkeypatch):
+    """All rows are one row group, as pyarrow writes up to a million."""
+    read, hashed = [], []
+    rows_of, group_sha256 = tables._rows_of, tables._group_sha256
+    monkeypatch.setattr(tables, "_rows_of", lambda batch: read.append(batch.num_rows) or rows_of(batch))
+    monkeypatch.setattr(tables, "_group_sha256", lambda *args: hashed.append(1) or group_sha256(*args))
+    write(tmp_path / "in.parquet", {"prompt": [f"p{i}" for i in range(1000)]})
+    source = Input(str(tmp_path / "in.parquet"), as_chat=False, model_names=())
+    inputs = source.split(30)
+    read.clear(), hashed.clear()
+    found = [content["prompt"] for shard in inputs.shards for _, content in source.rows(inputs, shard)]
+    assert found == [f"p{i}" for i in range(1000)] and sum(read) == 1000 and len(hashed) == 1
+    for number in (20, 3, 4, 33, 0):  # in any order, and after one that was not read to its end
+        shard = inputs.shards[number]
+        rows = source.rows(inputs, shard)
+        assert next(rows)[1] == {"prompt": f"p{shard.first_row}"}
+        found = [content["prompt"] for _, content in source.rows(inputs, shard)]
+        assert found == [f"p{shard.first_row + i}" for i in range(shard.rows)]
+    assert sum(read) < 1000 + 5 * 3 * 30
+
+
 def test_sampling_may_be_json_text(tmp_path):
     write(tmp_path / "in.parquet", {"prompt": ["a", "b"], "sampling": ['{"n": 2}', "{"]})
     source = Input(str(tmp_path / "in.parquet"), as_chat=False, model_names=())

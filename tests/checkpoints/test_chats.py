@@ -231,7 +231,7 @@ def test_a_chat_that_runs_into_a_limit_fails_alone_however_often():
 def test_a_chat_of_many_messages_may_take_longer():
     source = "{% for m in messages %}{% for a in range(20000) %}{% endfor %}{% endfor %}{{ messages|length }}"
     template = ChatTemplate(source, cpu_s=0.1)
-    assert template.render([{"role": "user"}] * 500) == "500"
+    assert template.render([USER] * 500) == "500"
 
 
 def test_a_template_that_cannot_be_compiled_is_tried_three_times(monkeypatch):

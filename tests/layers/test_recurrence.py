@@ -1,6 +1,9 @@
 """Recurrences and short convolutions: packed rows in chunks give what whole sequences give, a token at a time."""
 
 import functools
+import os
+import subprocess
+import sys
 
 import haliax as hax
 import jax
@@ -228,3 +231,44 @@ def test_slots_take_over_the_state_of_others():
 def test_uneven_heads_are_refused():
     with pytest.raises(ValueError, match="linear_num_value_heads=3 is no multiple"):
         DeltaNetBlock(2, 3, 4, 4, 4, 1e-6)
+
+
+@pytest.mark.parametrize("num, equal_keys", [(1, False), (16, False), (40, False), (64, False), (64, True)])
+def test_triangular_systems_are_solved(num, equal_keys):
+    rng = np.random.default_rng(num)
+    keys = rng.standard_normal((HEADS, num, 8))
+    keys /= np.linalg.norm(keys, axis=-1, keepdims=True)
+    keys = keys[:, :1].repeat(num, axis=1) if equal_keys else keys
+    system = np.tril(1.9 * keys @ keys.swapaxes(1, 2), -1)
+    right = rng.standard_normal((HEADS, num, VALUE))
+    found = recurrence.solved(jnp.asarray(system, jnp.float32), jnp.asarray(right, jnp.float32))
+    expected = np.linalg.solve(np.eye(num) + system, right)
+    assert np.abs(found - expected).max() < 1e-5 * np.abs(expected).max()
+
+
+MANY_SYSTEMS = """
+import faulthandler, sys
+faulthandler.dump_traceback_later(60, exit=True)
+import jax, jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+from levanter_infer.layers.recurrence import solved
+
+mesh = jax.make_mesh((4,), ("x",))
+solve = lambda system, right: jax.lax.psum(solved(system, right), "x") * 1e-3
+program = jax.jit(jax.shard_map(solve, mesh=mesh, in_specs=(P("x"), P("x")), out_specs=P("x"), check_vma=False))
+system = jnp.tril(jnp.full((256, 64, 64), 0.1), -1)
+right = jnp.ones((256, 64, 64))
+for _ in range(50):
+    right = program(system, right)
+print("ok", right.shape)
+"""
+
+
+@pytest.mark.slow
+def test_several_cpu_devices_solve_at_once():
+    """LAPACK's solver waits for the threads that run the devices (jaxlib 0.10.2)."""
+    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(
+        [sys.executable, "-c", MANY_SYSTEMS], env={**os.environ, **flags}, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0 and "ok (256, 64, 64)" in done.stdout, done.stderr[-3000:]

@@ -142,7 +142,11 @@ def _run(config: BatchRunConfig, stop: StopSignal) -> int:
             metrics = stack.enter_context(RowWriter(config.output.metrics, overwrite=replaces))
         begin = time.monotonic()
         if config.batch.ray_actors:
-            worker, totals = work_on_ray(config)
+            try:
+                worker, totals = work_on_ray(config)
+            except Stopped:
+                say("stopped   what was finished is safe, and the same command goes on")
+                return 130 if stop.received == signal.SIGINT else 0
             return _end(worker, totals, time.monotonic() - begin)
         worker = open_worker(config, hosts)
         if worker.engine is None:

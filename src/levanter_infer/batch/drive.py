@@ -14,7 +14,7 @@ from levanter_infer.batch.job import count
 from levanter_infer.columns import Columns
 from levanter_infer.engine.params import SamplingParams, brief
 from levanter_infer.engine.request import Request, RequestOutput
-from levanter_infer.io.prompts import Row, RowParser
+from levanter_infer.io.prompts import Row, RowParser, row_id
 
 logger = logging.getLogger(__name__)
 
@@ -113,6 +113,7 @@ class Driver:
         max_seqs: sequences that the engine runs at once.
         equal_bytes: refuse rows whose result depends on anything but the row.
         chat: settings of chats, as in `rows.chat_settings`.
+        named: whether rows of the job give themselves ids.
         output_format: default: the columns that `base` requests.
     """
 
@@ -125,9 +126,10 @@ class Driver:
         max_seqs: int,
         equal_bytes: bool,
         chat: Mapping[str, Any] = MappingProxyType({}),
+        named: bool = False,
         output_format: OutputFormat | None = None,
     ):
-        self._engine, self._read, self._equal_bytes = engine, read, equal_bytes
+        self._engine, self._read, self._equal_bytes, self._named = engine, read, equal_bytes, named
         self._format = output_format or RowFormat(Columns(base))
         base = dataclasses.replace(base, seed=None)  # the engine derives one for each row
         self._parser = RowParser(base, chat, self._format.columns)
@@ -181,7 +183,8 @@ class Driver:
                 continue  # it was not committed yet
             for i, (where, content) in enumerate(self._read(shard.source)):
                 if i not in shard:
-                    yield shard, i, self._row(content, str(shard.source.first_row + i), where)
+                    name = row_id(content, shard.source.first_row + i, named=self._named)
+                    yield shard, i, self._row(content, name, where)
 
     def _row(self, content: Any, name: str, where: str) -> Row:
         try:

@@ -21,7 +21,17 @@ from levanter_infer.batch.openai import as_row, is_batch_line, line_id
 from levanter_infer.batch.store import file_system
 from levanter_infer.batch.streams import DECOMPRESSORS, StreamReader
 from levanter_infer.engine.params import brief
-from levanter_infer.io.prompts import MAX_LINE_BYTES, chat_of, given_id, no_columns, parse_line, row_id, without_mark
+from levanter_infer.io.prompts import (
+    IDS_DIFFER,
+    MAX_LINE_BYTES,
+    chat_of,
+    given_id,
+    has_unknown_id,
+    no_columns,
+    parse_line,
+    row_id,
+    without_mark,
+)
 from levanter_infer.runtime.progress import stage
 
 _KINDS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet", ".txt": "text"}
@@ -73,7 +83,9 @@ class InputShards:
     files: tuple[InputFile, ...]
     shards: tuple[InputShard, ...]
     carried: str = ""
-    """Types of the carried columns (`tables.carried_types`); empty unless all files are Parquet."""
+    """Types of the carried columns (`tables.carried_types`); empty unless all files are Parquet and agree."""
+    named: bool = False
+    """Whether rows give themselves ids."""
 
     @property
     def rows(self) -> int:
@@ -87,6 +99,7 @@ class InputShards:
             "shard_columns": [f.name for f in dataclasses.fields(InputShard)],
             "shards": shards,
             "carried": self.carried,
+            "named": self.named,
         }
 
     @staticmethod
@@ -96,6 +109,7 @@ class InputShards:
             tuple(InputFile(**file) for file in content["files"]),
             tuple(InputShard(*shard) for shard in content["shards"]),
             content["carried"],
+            content.get("named", False),
         )
         row = 0
         for i, shard in enumerate(inputs.shards):
@@ -139,6 +153,7 @@ class Input:
             raise ValueError(no_columns(self.paths[self._kinds.index("text")]))
         self._schemas: list[Any] = []
         self._last: tuple[int, IO[bytes]] | None = None
+        self._table: tuple[IO[bytes], tables.TableReader] | None = None
 
     @stage("reading the input")
     def split(self, rows_per_shard: int) -> InputShards:
@@ -170,10 +185,10 @@ class Input:
         repeated = ids.repeated()
         if repeated:
             raise ValueError(self._repeated_text(InputShards(tuple(files), tuple(shards)), repeated))
-        typed = self._carry and len(self._schemas) == len(files)
-        return InputShards(
-            tuple(files), tuple(shards), tables.carried_types(self._schemas, self._carry) if typed else ""
-        )
+        carried = ""
+        if self._carry and self._schemas:
+            carried = tables.carried_types(self._schemas, self._carry, others=len(self._schemas) < len(files))
+        return InputShards(tuple(files), tuple(shards), carried, ids.any_given)
 
     def sizes(self) -> list[int | None]:
         """Bytes of each file. Raises: ValueError if one is missing."""
@@ -204,14 +219,11 @@ class Input:
         changed = ValueError(f"{path} has changed since the job began; put it back, or give another output")
         try:
             if self._kinds[shard.file] == "parquet":
-                with self._open(shard.file) as file:
-                    if (
-                        tables.footer_sha256(file) != inputs.files[shard.file].sha256
-                        or next(tables.rows_sha256(file, [(shard.start, shard.rows)])) != shard.sha256
-                    ):
-                        raise changed
-                    for i, content in enumerate(tables.read_rows(file, shard.start, shard.rows)):
-                        yield f"{name}:{shard.start + i + 1}", self._content(content)
+                table = self._table_of(shard.file, inputs.files[shard.file].sha256, changed)
+                if table.sha256(shard.start, shard.rows) != shard.sha256:
+                    raise changed
+                for i, content in enumerate(table.rows(shard.start, shard.rows)):
+                    yield f"{name}:{shard.start + i + 1}", self._content(content)
                 return
             digest, count = hashlib.sha256(), 0
             file = self._reader(shard.file)
@@ -233,6 +245,15 @@ class Input:
                 self._last[1].close()
             self._last = number, self._open(number)
         return self._last[1]
+
+    def _table_of(self, number: int, sha256: str, changed: ValueError) -> tables.TableReader:
+        """A reader of a Parquet file, kept as `_reader` is. Raises: changed if its footer has another SHA-256."""
+        file = self._reader(number)
+        if tables.footer_sha256(file) != sha256:
+            raise changed
+        if self._table is None or self._table[0] is not file:
+            self._table = file, tables.TableReader(file)
+        return self._table[1]
 
     def _open(self, number: int) -> IO[bytes]:
         path = self.paths[number]
@@ -273,7 +294,7 @@ class Input:
         with self._open(number) as file:
             for line, raw in _lines(file, 0, None, take):
                 content = self._parse(raw, number) if self._kinds[number] == "jsonl" else None
-                ids.add(_id_of(content), first_row + rows)
+                ids.add(_id_of(content), first_row + rows, _has_unknown_id(content))
                 rows += 1
                 until_row = digest.copy()
                 if rows % size == 0:
@@ -288,14 +309,14 @@ class Input:
         with self._open(number) as file:
             rows, schema = tables.check_columns(file, self.paths[number], self._carry)
             self._schemas.append(schema)
-            for i, given in enumerate(tables.read_ids(file, rows)):
-                ids.add(given, first_row + i)
+            for i, content in enumerate(tables.read_ids(file, rows)):
+                ids.add(given_id(content), first_row + i, has_unknown_id(content))
             sha256 = tables.footer_sha256(file)
+            table = tables.TableReader(file)
             stretches = [(start, min(size, rows - start)) for start in range(0, rows, size)]
-            digests = tables.rows_sha256(file, stretches)
             shards = [
-                InputShard(0, number, first_row + start, count, start, 0, digest)
-                for (start, count), digest in zip(stretches, digests, strict=True)
+                InputShard(0, number, first_row + start, count, start, 0, table.sha256(start, count))
+                for start, count in stretches
             ]
         name = self.paths[number].rsplit("/", 1)[-1]
         return InputFile(name, "parquet", rows, sha256, None), shards
@@ -308,9 +329,9 @@ class Input:
             if wanted & set(range(shard.first_row, shard.first_row + shard.rows)):
                 for i, (where, content) in enumerate(self.rows(inputs, shard)):
                     if shard.first_row + i in wanted:
-                        found.setdefault(row_id(content, str(shard.first_row + i)), []).append(where)
+                        found.setdefault(row_id(content, shard.first_row + i, named=True), []).append(where)
         first = [f"{brief(name)} in {' and '.join(lines)}" for name, lines in found.items() if len(lines) > 1]
-        return f"ids must differ, and these do not: {'; '.join(first[:_MAX_SHOWN])}"
+        return f"two rows have the id {'; '.join(first[:_MAX_SHOWN])}: {IDS_DIFFER}"
 
 
 def _unreadable(path: str, error: Exception) -> ValueError:
@@ -351,7 +372,7 @@ def _lines(file: IO[bytes], before: int, rows: int | None, on_bytes) -> Iterator
             on_bytes(rest)
         if number == 1:
             line = without_mark(line)
-        if line.strip():
+        if line.strip() or len(line) > MAX_LINE_BYTES:  # of which more than the spaces may be left
             found += 1
             yield number, line
 
@@ -361,22 +382,30 @@ def _id_of(content: Any) -> str | None:
     return line_id(content) if is_batch_line(content) else given_id(content)
 
 
+def _has_unknown_id(content: Any) -> bool:
+    """As `has_unknown_id`, of a line; None is one of text."""
+    if is_batch_line(content):
+        return line_id(content) is None
+    return content is not None and has_unknown_id(content)
+
+
 class _Ids:
     """Finds repeated ids, with 8 bytes of memory per row."""
 
     def __init__(self):
         self._hashes = array.array("Q")
-        self._any_given = False
+        self.any_given = False
 
-    def add(self, given: str | None, row: int) -> None:
-        self._any_given = self._any_given or given is not None
-        name = str(row) if given is None else given
+    def add(self, given: str | None, row: int, is_unknown: bool) -> None:
+        """Args: is_unknown: `has_unknown_id`; the row's own name differs from all others."""
+        self.any_given = self.any_given or given is not None
+        name = f"row {row}" if is_unknown else str(row) if given is None else given
         digest = hashlib.blake2b(name.encode("utf-8", "surrogatepass"), digest_size=8).digest()
         self._hashes.append(int.from_bytes(digest, "little"))
 
     def repeated(self) -> list[int]:
         """Rows with a repeated id, of the first few such ids."""
-        if not self._any_given:
+        if not self.any_given:
             return []
         hashes = np.frombuffer(self._hashes, np.uint64)
         ordered = np.sort(hashes)

@@ -19,6 +19,8 @@ _JSON_COLUMNS = ("sampling", "messages", "tools", "chat_template_kwargs")
 """Columns that may hold JSON as text, for keys that not every row has."""
 _ROWS_AT_ONCE = 256
 _BYTES_AT_ONCE = 2**20
+_UNREADABLE_VALUES = (ValueError, LookupError, RecursionError, OverflowError, NotImplementedError)
+"""Exceptions of `to_pylist`: those of Python's conversions, and of pyarrow for damaged data."""
 _TAIL = 8
 """Bytes at the end of a file: length of the footer, and PAR1."""
 
@@ -36,28 +38,32 @@ def check_columns(file: IO[bytes], path: str, carry: Sequence[str] = ()) -> tupl
     return table.metadata.num_rows, table.schema_arrow
 
 
-def carried_types(schemas: Sequence[Any], carry: Sequence[str]) -> str:
-    """The types of carried columns, for `encode`, from the schemas of the input files.
+def carried_types(schemas: Sequence[Any], carry: Sequence[str], *, others: bool = False) -> str:
+    """The types of carried columns, for `encode`, from the schemas of the Parquet files; empty if they disagree.
 
-    Raises: ValueError for a column that no file has, that has several types, or one that JSON cannot hold.
+    Args: others: whether there are files of JSON too, whose columns are not known and have no types.
+    Raises: ValueError for a column that no file has, or of a type that JSON cannot hold.
     """
     pyarrow, _ = _pyarrow()
-    try:
-        schema = pyarrow.unify_schemas([schema.remove_metadata() for schema in schemas])
-    except pyarrow.ArrowTypeError as e:
-        raise ValueError(f"a column differs in type between the files of prompts_file ({e}); cast it to one") from e
-    kinds = {}
+    kinds: dict[str, list[Any]] = {name: [] for name in carry}
     for name in carry:
-        if name not in schema.names:
-            raise ValueError(f"output.carry names {brief(name)}; the files have the columns {', '.join(schema.names)}")
-        kind = schema.field(name).type
-        kinds[name] = kind.value_type if pyarrow.types.is_dictionary(kind) else kind
-        if not _is_plain(kinds[name]):
-            raise ValueError(
-                f"column {name} of output.carry has type {kind}; expected text, numbers, booleans, or lists or "
-                "structures of them: cast it, for example to text"
-            )
-    return base64.b64encode(pyarrow.schema(kinds).serialize()).decode()
+        fields = [schema.field(name).type for schema in schemas if name in schema.names]
+        if not fields and not others:
+            have = dict.fromkeys(column for schema in schemas for column in schema.names)
+            raise ValueError(f"output.carry names {brief(name)}; the files have the columns {', '.join(have)}")
+        for kind in fields:
+            plain = kind.value_type if pyarrow.types.is_dictionary(kind) else kind
+            if not _is_plain(plain):
+                raise ValueError(
+                    f"column {name} of output.carry has type {kind}; expected text, numbers, booleans, or lists or "
+                    "structures of them: cast it, for example to text"
+                )
+            if not pyarrow.types.is_null(plain) and plain not in kinds[name]:
+                kinds[name].append(plain)
+    if others or any(len(found) > 1 for found in kinds.values()):
+        return ""
+    one = {name: found[0] if found else pyarrow.null() for name, found in kinds.items()}
+    return base64.b64encode(pyarrow.schema(one).serialize()).decode()
 
 
 def _is_plain(kind) -> bool:
@@ -78,14 +84,14 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def read_ids(file: IO[bytes], rows: int) -> Iterator[str | None]:
-    """The id of each row; None for a row without one."""
+def read_ids(file: IO[bytes], rows: int) -> Iterator[dict[str, Any] | ValueError]:
+    """Each row with its id alone, or nothing."""
     table = _open(file, "")
     if "id" not in table.schema_arrow.names:
-        yield from (None for _ in range(rows))
+        yield from ({} for _ in range(rows))
         return
     for batch in _batches(table, columns=["id"]):
-        yield from (given_id(row) for row in _rows_of(batch))
+        yield from _rows_of(batch)
 
 
 def footer_sha256(file: IO[bytes]) -> str:
@@ -95,21 +101,6 @@ def footer_sha256(file: IO[bytes]) -> str:
     end = file.seek(0, io.SEEK_END)
     file.seek(max(0, end - _TAIL - length))
     return hashlib.sha256(b"%d " % end + file.read()).hexdigest()
-
-
-def rows_sha256(file: IO[bytes], stretches: Iterable[tuple[int, int]]) -> Iterator[str]:
-    """SHA-256 of the stored row groups that hold each stretch of rows.
-
-    Args: stretches: (first row, rows) of each, in order; a row group that several share is read once.
-    Raises: OSError for damaged data.
-    """
-    metadata = _open(file, "").metadata
-    firsts = _first_rows(metadata)
-    known: dict[int, bytes] = {}
-    for start, count in stretches:
-        groups = _groups_of(firsts, start, count)
-        known = {group: known.get(group) or _group_sha256(file, metadata.row_group(group)) for group in groups}
-        yield hashlib.sha256(b"".join(known.values())).hexdigest()
 
 
 def _first_rows(metadata) -> list[int]:
@@ -140,17 +131,52 @@ def _group_sha256(file: IO[bytes], group) -> bytes:
     return digest.digest()
 
 
-def read_rows(file: IO[bytes], start: int, count: int) -> Iterator[dict[str, Any] | ValueError]:
-    """`count` rows from `start` on, without null columns; a ValueError for a row that cannot be read."""
-    table = _open(file, "")
-    firsts = _first_rows(table.metadata)
-    groups = _groups_of(firsts, start, count)
-    number = firsts[groups.start]
-    for batch in _batches(table, batch_size=_ROWS_AT_ONCE, row_groups=list(groups)):
-        for row in _rows_of(batch):
-            if start <= number < start + count:
+class TableReader:
+    """Reads stretches of rows of a file; those that follow one another cost no more than the rows themselves.
+
+    Args: file: open as long as the reader is used.
+    """
+
+    def __init__(self, file: IO[bytes]):
+        self._file, self._table = file, _open(file, "")
+        self._firsts = _first_rows(self._table.metadata)
+        self._hashes: dict[int, bytes] = {}
+        self._next: tuple[int, list[Any], Iterator[Any]] | None = None
+        """Number of the first row behind the last stretch, a batch that begins with it if one is there, and those that
+        follow."""
+
+    def sha256(self, start: int, count: int) -> str:
+        """SHA-256 of the stored row groups that hold these rows. Raises: OSError for damaged data."""
+        metadata = self._table.metadata
+        groups = _groups_of(self._firsts, start, count)
+        known = self._hashes
+        self._hashes = {g: known.get(g) or _group_sha256(self._file, metadata.row_group(g)) for g in groups}
+        return hashlib.sha256(b"".join(self._hashes.values())).hexdigest()
+
+    def rows(self, start: int, count: int) -> Iterator[dict[str, Any] | ValueError]:
+        """`count` rows from `start` on, without null columns; a ValueError for a row that cannot be read."""
+        (number, rest, batches), self._next = self._from(start), None
+        end = start + count
+        while number < end:
+            batch = rest.pop() if rest else next(batches, None)
+            if batch is None:
+                return  # a damaged footer may promise rows that no row group holds
+            last = min(end - number, batch.num_rows)
+            first = min(max(start - number, 0), last)
+            for row in _rows_of(batch.slice(first, last - first)):
                 yield row if isinstance(row, ValueError) else _without_nulls(row)
-            number += 1
+            if last < batch.num_rows:
+                rest = [batch.slice(last)]
+            number += last
+        self._next = number, rest, batches
+
+    def _from(self, start: int) -> tuple[int, list[Any], Iterator[Any]]:
+        """As `_next`, of a row at or before `start`."""
+        if self._next is not None and self._next[0] == start:
+            return self._next
+        first = max(bisect.bisect_right(self._firsts, start) - 1, 0)
+        groups = list(range(first, self._table.metadata.num_row_groups))
+        return self._firsts[first], [], _batches(self._table, batch_size=_ROWS_AT_ONCE, row_groups=groups)
 
 
 def _batches(table, **options) -> Iterator[Any]:
@@ -167,7 +193,7 @@ def _rows_of(batch) -> Iterator[dict[str, Any] | ValueError]:
     try:
         yield from batch.to_pylist(maps_as_pydicts="strict")
         return
-    except (ValueError, KeyError, RecursionError, OverflowError):
+    except _UNREADABLE_VALUES:
         pass  # the loop below finds the row
     for i in range(batch.num_rows):
         yield _row_of(batch.slice(i, 1))
@@ -182,7 +208,7 @@ def _row_of(batch) -> dict[str, Any] | ValueError:
             row[name] = batch.column(name).to_pylist(maps_as_pydicts="strict")[0]
         except UnicodeDecodeError as e:
             problem = f"column {name} is not UTF-8: {e}; write text as UTF-8"
-        except (KeyError, ValueError, RecursionError, OverflowError) as e:
+        except _UNREADABLE_VALUES as e:
             problem = f"column {name} cannot be read, perhaps because a map has a key twice ({brief(str(e))}); mend it"
     return row if problem is None else RefusedRow(problem, given_id(row))
 
@@ -214,8 +240,8 @@ def _open(file: IO[bytes], path: str):
     try:
         file.seek(0)
         return parquet.ParquetFile(file)
-    except pyarrow.ArrowInvalid as e:
-        raise ValueError(f"{path} is no Parquet file: {e}") from e
+    except pyarrow.ArrowException as e:
+        raise ValueError(f"{path} is no Parquet file that can be read: {e}") from e
 
 
 def check_available() -> None:
@@ -250,7 +276,7 @@ def encode(rows: Iterable[str], carried: str = "") -> bytes:
         for content in contents:
             content |= {name: encode_json(content[name]) for name in names if content[name] is not None}
     schema = pyarrow.schema([*arrow_schema(contents[0]), *types])
-    arrays = [pyarrow.array([_valid(content[field.name]) for content in contents], field.type) for field in schema]
+    arrays = [pyarrow.array([content[field.name] for content in contents], field.type) for field in schema]
     table = pyarrow.Table.from_arrays(arrays, schema=schema)
     buffer = io.BytesIO()
     parquet.write_table(table, buffer, compression="zstd")
@@ -273,8 +299,3 @@ def arrow_schema(names: Iterable[str]):
         "float64": pyarrow.float64(),
     }
     return pyarrow.schema({name: types[TYPES[name]] for name in names if name in TYPES})
-
-
-def _valid(value: Any) -> Any:
-    """Text with lone surrogates, which UTF-8 cannot encode, as escapes."""
-    return value.encode("utf-8", "backslashreplace").decode() if isinstance(value, str) else value

@@ -68,6 +68,7 @@ class Worker:
             max_seqs=engine.shapes.max_seqs,
             equal_bytes=job.spec["guarantee"]["numerics"] == Numerics.BATCH_INVARIANT,
             chat=chat_settings(config),
+            named=job.input.named,
             output_format=output_format(config, engine.tokenizer, self.source.model_names),
         )
         if shards is None:

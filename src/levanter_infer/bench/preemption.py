@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import time
 from collections.abc import Iterator
+from typing import Any
 
 from levanter_infer.bench.report import digest, emit, measured, provenance, summarize
 from levanter_infer.bench.workload import (
@@ -20,6 +21,7 @@ from levanter_infer.engine.config import EngineConfig
 from levanter_infer.engine.engine import InferenceEngine
 from levanter_infer.engine.params import SamplingParams
 from levanter_infer.engine.request import Request
+from levanter_infer.io.terminal import say
 
 _PAGE = 16
 _COUNTED = (
@@ -30,7 +32,7 @@ _COUNTED = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--requests", type=count, default=8)
-    parser.add_argument("--prompt", type=count, default=512, help="prompt tokens of each; default 512")
+    parser.add_argument("--prompt", type=count, default=256, help="prompt tokens of each; default 256")
     parser.add_argument("--output", type=count, default=256, help="generated tokens of each; default 256")
     parser.add_argument("--times", type=numbers, default=(1, 4), help="how many times too small; default 1,4")
     parser.add_argument("--policies", default="recompute,offload")
@@ -59,9 +61,12 @@ def run(args: argparse.Namespace) -> None:
         engines = [InferenceEngine(model, config=config) for config in configs]
         for line in measure(engines, requests, args.repeats):
             emit({"bench": "preemption", "times": times, **line, "model": sizes, **about})
+            if times > 1 and not any(line["per_run"][name] for name in ("preemptions", "offloaded_pages")):
+                what = f"times {times}, {line['preempt']}: nothing was preempted, so this line compares nothing"
+                say(f"note      {what}; take another --prompt or --output")
 
 
-def measure(engines: list[InferenceEngine], requests: list[Request], repeats: int) -> Iterator[dict[str, object]]:
+def measure(engines: list[InferenceEngine], requests: list[Request], repeats: int) -> Iterator[dict[str, Any]]:
     """A line for each engine; they run in turn, so that a slow moment of the machine hits all."""
     for engine in engines:
         _compile(engine, requests[0])

@@ -79,6 +79,8 @@ def check_template_kwargs(kwargs: Any, path: str = "") -> None:
 MAX_MESSAGES = 10_000
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 """Keys of a message's reasoning; templates read the first."""
+_WITH_CONTENT = ("system", "developer", "user")
+"""Roles whose messages have a content; others may have calls or reasoning instead."""
 _TAG = "CONTINUE_FINAL_MESSAGE_TAG "
 """Text that marks the end of the message to be continued in the rendered text."""
 _PART_SEPARATOR = "\n"
@@ -87,7 +89,8 @@ Message = dict[str, object]
 
 
 def check_messages(messages) -> None:
-    """Check that `messages` is a list of 1 to `MAX_MESSAGES` mappings with a role and an optional content of text.
+    """Check that `messages` is a list of 1 to `MAX_MESSAGES` mappings with a role and a content of text, which only
+    users and systems need.
 
     The bound keeps a request from running a good template into the limits that exist against bad ones.
 
@@ -110,7 +113,10 @@ def check_messages(messages) -> None:
             raise ValueError(f"messages[{i}] has no role; expected one such as user, assistant or system")
         if not isinstance(role, str):
             raise ValueError(f"messages[{i}].role is {type(role).__name__}; expected a string such as user")
-        _check_content(message.get("content"), f"messages[{i}].content")
+        content = message.get("content")
+        if content is None and role in _WITH_CONTENT:
+            raise ValueError(f"messages[{i}], of the role {role}, has no content; expected text, or parts of text")
+        _check_content(content, f"messages[{i}].content")
 
 
 def _check_content(content: object, where: str) -> None:

@@ -32,6 +32,7 @@ _COMPLETIONS = {"prompt": "completion", "prompt_token_ids": "completion_token_id
 """Key of the completion, by key of the prompt."""
 _SCORED_CHAT_KEYS = ("tools", "chat_template_kwargs")
 _SCORED_ROW_KEYS = (*_PROMPT_KEYS, "id", "cache_salt", "completion", "completion_token_ids", *_SCORED_CHAT_KEYS)
+IDS_DIFFER = "ids must differ, and the default id of a row is its number, from 0: rename one, or leave all ids out"
 _NONE: Mapping[str, Any] = MappingProxyType({})
 _MAX_TOKEN = 2**31
 
@@ -73,17 +74,26 @@ def read_rows(config: RunConfig, *, completions: bool = False, columns: Columns 
         contents = ((f"chat[{i}]", {"messages": chat}) for i, chat in enumerate(config.chats))
     rows: list[Row] = []
     seen: dict[str, str] = {}
+    unknown: list[int] = []
+    named = False
     for where, content in contents:
-        if len(rows) == MAX_ROWS:
+        number = len(rows)
+        if number == MAX_ROWS:
             raise ValueError(f"{where}: more than {MAX_ROWS} rows; split the file")
-        row = parser.row(content, str(len(rows)), where)
-        if row.id in seen and row.error is None:
-            error = f"{where}: id {brief(row.id)} is that of {seen[row.id]} too; ids must differ"
-            row = dataclasses.replace(row, request=None, error=error)
-        seen.setdefault(row.id, where)
+        named = named or given_id(content) is not None
+        row = parser.row(content, row_id(content, number, named=False), where)
         rows.append(row)
+        if has_unknown_id(content):
+            unknown.append(number)
+            continue
+        if row.id in seen and row.error is None:
+            error = f"{where}: id {brief(row.id)} is that of {seen[row.id]} too; {IDS_DIFFER}"
+            rows[-1] = dataclasses.replace(row, request=None, error=error)
+        seen.setdefault(row.id, where)
     if not rows:
         raise ValueError(f"{config.prompts_file} has no rows; expected at least one prompt")
+    for number in unknown if named else ():
+        rows[number] = dataclasses.replace(rows[number], id=f"row {number}")
     return rows
 
 
@@ -135,7 +145,7 @@ def _read_file(path: Path, *, as_chat: bool) -> Iterator[tuple[str, Any]]:
             while line := file.readline(MAX_LINE_BYTES + 1):
                 number += 1
                 text = without_mark(line) if number == 1 else line
-                if text.strip():
+                if text.strip() or len(text) > MAX_LINE_BYTES:  # of which more than the spaces may be left
                     content = parse_line(text, jsonl=suffix in _JSONL, as_chat=as_chat)
                     yield f"{path}:{number}", content
                 while len(line) > MAX_LINE_BYTES and not line.endswith(b"\n") and line:
@@ -224,10 +234,22 @@ def _is_id(value: Any) -> bool:
     return isinstance(value, str) and len(value) <= MAX_ID_CHARS
 
 
-def row_id(content: Any, default_id: str) -> str:
-    """The id of a row, also of a malformed one."""
+def has_unknown_id(content: Any) -> bool:
+    """Whether it is unknown which id a row gives itself: it cannot be read, or the id is malformed."""
+    return given_id(content) is None and (not isinstance(content, dict) or content.get("id") is not None)
+
+
+def row_id(content: Any, number: int, *, named: bool) -> str:
+    """The id of a row, also of a malformed one: the one that it gives itself, or its number.
+
+    Args:
+        number: of the row, from 0.
+        named: whether rows give themselves ids, which may be numbers: one whose id is unknown is `row NUMBER` then.
+    """
     given = given_id(content)
-    return default_id if given is None else given
+    if given is not None:
+        return given
+    return f"row {number}" if named and has_unknown_id(content) else str(number)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -248,9 +270,11 @@ class RowParser:
 
         Args:
             content: as `parse_line` returns it.
+            default_id: the id of a row that gives itself none.
             where: names the row in its error.
         """
-        name = row_id(content, default_id)
+        given = given_id(content)
+        name = default_id if given is None else given
         carry = () if self.columns is None else self.columns.carry
         carried = {key: content[key] for key in carry if key in content} if isinstance(content, dict) else _NONE
         wrong = [key for key, value in carried.items() if not is_json(value)]
@@ -281,7 +305,7 @@ class RowParser:
             raise ValueError(f"{kind} is {brief(value)}; expected a {'string' if kind == 'prompt' else 'list'}")
         if kind == "prompt_token_ids" and isinstance(value, list):
             _check_ids(value)
-        if not _is_id(content.get("id", "")):
+        if content.get("id") is not None and not _is_id(content["id"]):
             expected = f"a string of at most {MAX_ID_CHARS} characters or a whole number"
             raise ValueError(f"id is {brief(content['id'])}; expected {expected}")
         sampling = self.base if content.get("sampling") is None else merge_sampling(self.base, content["sampling"])

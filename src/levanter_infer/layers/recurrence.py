@@ -32,6 +32,8 @@ BLOCK = 64
 """Tokens of a row that are computed together."""
 CHANNEL_BLOCK = 16
 """The same where channels decay by themselves: a block has a decay of each channel between any two of its tokens."""
+_SOLVE_BLOCK = 16
+"""Equations of a triangular system whose inverse is computed, row by row."""
 _L2_EPS = 1e-6
 _HIGHEST = jax.lax.Precision.HIGHEST
 
@@ -130,13 +132,43 @@ def block(state: Array, x: TokenInputs) -> tuple[Array, Array]:
         beta = x.beta.T[..., None]
         remembered = _matmul("htk,hkv->htv", jnp.exp(total) * k, state)
         system = jnp.tril(beta * products(k), -1)  # of its diagonal of ones
-        delta = jax.lax.linalg.triangular_solve(
-            system, beta * (v - remembered), left_side=True, lower=True, unit_diagonal=True
-        )
+        delta = solved(system, beta * (v - remembered))
     result = _matmul("htk,hkv->htv", jnp.exp(total) * q, state)
     result = result + _matmul("hts,hsv->htv", jnp.tril(products(q)), delta)
     state = jnp.exp(total[:, -1])[..., None] * state + _matmul("htk,htv->hkv", decay[:, -1] * k, delta)
     return state, jnp.swapaxes(result, 0, 1)
+
+
+def solved(system: Array, right: Array) -> Array:
+    """x of `x + system x = right`, by forward substitution in blocks, each with the inverse of its own equations.
+
+    Not `jax.lax.linalg.triangular_solve`: on a CPU that is LAPACK's, in parallel on the threads that run the devices of
+    a mesh, where it may wait for itself (jaxlib 0.10.2).
+
+    Args:
+        system: f32[head, n, n], zeros on and above the diagonal.
+        right: f32[head, n, value_size]
+    """
+    num, size = right.shape[1], min(_SOLVE_BLOCK, right.shape[1])
+    padding = -num % size
+    system = jnp.pad(system, [(0, 0), (0, padding), (0, padding)])
+    right = jnp.pad(right, [(0, 0), (0, padding), (0, 0)])
+    starts = range(0, num + padding, size)
+    own = jnp.stack([system[:, i : i + size, i : i + size] for i in starts], axis=1)
+
+    def next_row(row: Array, inverse: Array) -> Array:
+        known = _matmul("hbj,hbjk->hbk", jax.lax.dynamic_index_in_dim(own, row, 2, keepdims=False), inverse)
+        return inverse.at[:, :, row].add(-known)
+
+    identity = jnp.broadcast_to(jnp.eye(size, dtype=jnp.float32), own.shape)
+    inverse = jax.lax.fori_loop(1, size, next_row, identity)
+    found: list[Array] = []
+    for number, i in enumerate(starts):
+        rest = right[:, i : i + size]
+        if found:
+            rest = rest - _matmul("hij,hjv->hiv", system[:, i : i + size, :i], jnp.concatenate(found, axis=1))
+        found.append(_matmul("hij,hjv->hiv", inverse[:, number], rest))
+    return jnp.concatenate(found, axis=1)[:, :num]
 
 
 def ragged_scan(state: Array, x: TokenInputs, rows: RaggedRows) -> tuple[Array, Array]:
