@@ -256,10 +256,11 @@ from levanter_infer.layers.recurrence import solved
 mesh = jax.make_mesh((4,), ("x",))
 solve = lambda system, right: jax.lax.psum(solved(system, right), "x") * 1e-3
 program = jax.jit(jax.shard_map(solve, mesh=mesh, in_specs=(P("x"), P("x")), out_specs=P("x"), check_vma=False))
-system = jnp.tril(jnp.full((256, 64, 64), 0.1), -1)
-right = jnp.ones((256, 64, 64))
+sharding = jax.NamedSharding(mesh, P("x"))
+system = jax.device_put(jnp.tril(jnp.full((256, 64, 64), 0.1), -1), sharding)
+right = jax.device_put(jnp.ones((256, 64, 64)), sharding)
 for _ in range(50):
-    right = program(system, right)
+    right = program(system, right).block_until_ready()
 print("ok", right.shape)
 """
 
