@@ -36,13 +36,20 @@ ADAPTERS = {
         "llama_tied",
         {"target_modules": ["q_proj"], "r": 2, "modules_to_save": ["embed_tokens"], "ensure_weight_tying": True},
     ),
+    "tied_lora": (
+        "llama_tied",
+        {"target_modules": ["q_proj", "embed_tokens"], "r": 2, "lora_alpha": 6, "ensure_weight_tying": True},
+    ),
+    "renamed": ("kimi_linear", {"target_modules": "all-linear", "r": 1, "lora_alpha": 3}),
     "biases": ("qwen2", {"target_modules": ["k_proj", "up_proj"], "r": 2, "bias": "lora_only"}),
 }
 
 
 def main() -> None:
+    """Arguments choose adapters by name; without any, all are written."""
     OUT.mkdir(exist_ok=True)
-    for name, (case_name, options) in ADAPTERS.items():
+    for name in sys.argv[1:] or ADAPTERS:
+        case_name, options = ADAPTERS[name]
         case = load_case(case_name)
         with tempfile.TemporaryDirectory() as folder:
             base, saved = Path(folder, "base"), Path(folder, "adapter")

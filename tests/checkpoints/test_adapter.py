@@ -176,7 +176,7 @@ def test_a_change_of_one_of_two_tied_tables_is_refused(tmp_path):
     others = {name: tensor for name, tensor in stored.items() if name not in (head, table)}
     for changed in ({table: stored[table]}, {head: stored[head]}, lora, {head: stored[head] + 1, table: stored[table]}):
         save_file({**others, **changed}, path)
-        with pytest.raises(ValueError, match="alone, and in this model they are one tensor"):
+        with pytest.raises(ValueError, match="so that they differ, and in this model they are one"):
             load_model(base, adapter=adapter)
     save_file(others, path)
     expected = load_model(base, adapter=adapter)[0]
@@ -218,3 +218,35 @@ def test_a_configuration_names_an_adapter(tmp_path):
     assert {name: found[name] for name in without} == without and "adapter_weights" in set(found) - set(without)
     (adapter / "adapter_config.json").write_text((adapter / "adapter_config.json").read_text() + " ")
     assert model_fingerprint(config.model.resolve()) != found
+
+
+def test_what_an_adapter_changes_of_other_parts_of_a_multimodal_model_is_not_read(tmp_path):
+    """As the base's own tensors of these parts. Its vision tower has a `q_proj` too."""
+    base, adapter, _ = golden("plain", tmp_path)
+    text = json.loads((base / "config.json").read_text())
+    tensors = load_file(base / "model.safetensors")
+    own = load_file(adapter / "adapter_model.safetensors")
+    plain = load_model(base, adapter=adapter)[0]
+    within = {"model_type": "mistral3", "text_config": {**text, "model_type": "mistral"}, "vision_config": {}}
+    within["text_config"]["rope_scaling"] = None
+    (base / "config.json").write_text(json.dumps(within["text_config"]))
+    plain = load_model(base, adapter=adapter)[0]
+    (base / "config.json").write_text(json.dumps(within))
+    named = {name.replace("model.", "model.language_model.", 1): tensor for name, tensor in tensors.items()}
+    save_file(named | {"model.vision_tower.q_proj.weight": np.ones((4, 4), np.float32)}, base / "model.safetensors")
+    start = "base_model.model.model."
+    vision = {f"{start}vision_tower.q_proj.lora_{part}.weight": np.ones((2, 4), np.float32) for part in "AB"}
+    language = {name.replace(start, f"{start}language_model.", 1): tensor for name, tensor in own.items()}
+    save_file(language | vision, adapter / "adapter_model.safetensors")
+    assert eqx.tree_equal(load_model(base, adapter=adapter)[0], plain)
+    save_file(vision, adapter / "adapter_model.safetensors")
+    with pytest.raises(ValueError, match="changes nothing that is read of the model: 'model.vision_tower.q_proj"):
+        load_model(base, adapter=adapter)
+
+
+def test_an_adapter_in_a_folder_is_pointed_out(tmp_path):
+    base, adapter, _ = golden("plain", tmp_path)
+    (tmp_path / "saved").mkdir()
+    adapter.rename(tmp_path / "saved" / "style")
+    with pytest.raises(ValueError, match="no adapter_config.json in .*saved; .*; there is one in style"):
+        load_model(base, adapter=tmp_path / "saved")

@@ -88,9 +88,18 @@ class Change:
 
     def rows(self, start: int, stop: int) -> np.ndarray:
         """Some rows, f32[stop - start, .]."""
-        down, up = (array.astype(np.float32) for array in read_raw([self.down, self.up]))
-        left, right = (down.T, up.T) if self.transposed else (up, down)
+        left, right = self._factors()
         return np.float32(self.scale) * (left[start:stop] @ right)
+
+    def is_equal(self, other: "Change") -> bool:
+        """Whether both have the same factors."""
+        pairs = zip(self._factors(), other._factors(), strict=True)
+        return self.scale == other.scale and all(np.array_equal(one, two) for one, two in pairs)
+
+    def _factors(self) -> tuple[np.ndarray, np.ndarray]:
+        """f32: the change of each row, times the scale, is its row of the first, times the second."""
+        down, up = (array.astype(np.float32) for array in read_raw([self.down, self.up]))
+        return (down.T, up.T) if self.transposed else (up, down)
 
 
 @dataclass(frozen=True)
@@ -123,11 +132,21 @@ def adapted(tensors: Mapping[str, StoredTensor], adapter: Source, place: Place) 
     # Whole tensors: of `modules_to_save`, biases, and the embeddings that an adapter of them is saved with.
     whole = {name.replace(".base_layer.", "."): each for name, each in stored.items() if not name.endswith(_SUFFIXES)}
     named = {f"{module}.weight" for module in modules} | set(whole)
+    # Without those of other parts of a multimodal model, as its own tensors of these are not read either
     by_name = {name: own for own, name in place.own_names(named).items()}
-    instead = {by_name.get(name, name): tensor for name, tensor in whole.items()}
-    changed = {by_name.get(f"{module}.weight", f"{module}.weight"): module for module in modules}
+    instead = {by_name[name]: tensor for name, tensor in whole.items() if name in by_name}
+    changed = {by_name[f"{module}.weight"]: module for module in modules if f"{module}.weight" in by_name}
+    if not changed and not instead:
+        raise ValueError(f"{adapter.name} changes nothing that is read of the model: {enumerate_names(sorted(named))}")
     if place.tied is not None:
-        _check_tied(*place.tied, changed, instead, tensors, adapter)
+        head, embeddings = place.tied
+        both = [
+            _change(changed[n], stored, config, is_transposed=n in place.transposed) for n in place.tied if n in changed
+        ]
+        is_both = len(both) == 2 and both[0].is_equal(both[1])  # with PEFT's `ensure_weight_tying`
+        if is_both:
+            del changed[head]
+        _check_tied(head, embeddings, changed, instead, tensors, adapter, is_both=is_both)
     unknown = sorted(name for name in {*changed, *instead} if name not in tensors)
     if unknown:
         raise ValueError(
@@ -150,19 +169,22 @@ def _check_tied(
     instead: dict[str, StoredTensor],
     tensors: Mapping[str, StoredTensor],
     adapter: Source,
+    *,
+    is_both: bool,
 ) -> None:
-    """Take a head that is the embeddings out of `instead`. PEFT changes one of the two, unless both are saved.
+    """Take a head that is the embeddings out of `instead`.
 
+    Args: is_both: whether the head is changed as the embeddings are; `changed` has these alone then.
     Raises: ValueError unless both stay equal.
     """
     if head not in {*changed, *instead} and embeddings not in {*changed, *instead}:
         return
     both = [instead.pop(head, None), instead.get(embeddings)]
     sides = [tensors[embeddings] if side is None else side for side in both]
-    if head in changed or embeddings in changed or not _are_equal(*sides):
+    if head in changed or (embeddings in changed and not is_both) or not _are_equal(*sides):
         raise ValueError(
-            f"{adapter.name} changes {head!r} or {embeddings!r} alone, and in this model they are one tensor "
-            "(tie_word_embeddings); merge it with PEFT's merge_and_unload into a model that has both"
+            f"{adapter.name} changes {head!r} or {embeddings!r} so that they differ, and in this model they are one "
+            "tensor (tie_word_embeddings); merge it with PEFT's merge_and_unload into a model that has both"
         )
 
 

@@ -186,13 +186,15 @@ def _resolve_adapter(path_or_id: str | Path) -> Source:
     found = _local_source(path_or_id, None, "adapter", ADAPTER_CONFIG)
     if found is None:
         name = str(path_or_id)
-        found = Source(_download(name, None, (ADAPTER_CONFIG, ADAPTER_WEIGHTS)), name, None)
+        found = Source(_download(name, None, (ADAPTER_CONFIG, ADAPTER_WEIGHTS), "adapter"), name, None)
         found = dataclasses.replace(found, revision=found.directory.name)
     for file in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
         if not found.has(file):
+            within = [name for name in found.names() if found.has(f"{name}/{file}")]
+            hint = f"; there is one in {', '.join(within[:3])}" if within else ""
             raise ValueError(
                 f"adapter {found.name!r}: no {file} in {found.where()}; expected the directory that PEFT's "
-                "save_pretrained wrote, with safetensors"
+                f"save_pretrained wrote, with safetensors{hint}"
             )
     return found
 
@@ -254,7 +256,7 @@ def _local_source(path_or_id: str | Path, revision: str | None, what: str, file:
     return None
 
 
-def _download(name: str, revision: str | None, files: tuple[str, ...]) -> Path:
+def _download(name: str, revision: str | None, files: tuple[str, ...], what: str = "model") -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
@@ -264,8 +266,8 @@ def _download(name: str, revision: str | None, files: tuple[str, ...]) -> Path:
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         at = "" if revision is None else f" at revision {revision!r}"
         raise ValueError(
-            f"model {name!r}{at}: there is no directory {Path(name).absolute()}, and as a hub id it was not found: the "
-            f"hub gave {type(error).__name__}: {error}; check the name, the network and (for gated models) HF_TOKEN"
+            f"{what} {name!r}{at}: there is no directory {Path(name).absolute()}, and as a hub id it was not found: "
+            f"the hub gave {type(error).__name__}: {error}; check the name, the network and (for gated models) HF_TOKEN"
         ) from error
 
 

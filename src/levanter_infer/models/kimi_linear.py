@@ -139,4 +139,10 @@ KIMI_LINEAR = Family(
         Tensor(f"{_LAYER}.self_attn.A_log", ("layers.recurrent.a_log",), unit_axes=(2, 1)),
     ),
     extra_layers_key=MTP_KEY,
+    # As transformers has them in memory, and PEFT in its adapters
+    renamed=(
+        (".self_attn.forget_gate.", ".self_attn."),
+        (".mlp.shared_experts.", ".block_sparse_moe.shared_experts."),
+        (".mlp.gate.", ".block_sparse_moe.gate."),
+    ),
 )
