@@ -40,6 +40,15 @@ ADAPTERS = {
         "llama_tied",
         {"target_modules": ["q_proj", "embed_tokens"], "r": 2, "lora_alpha": 6, "ensure_weight_tying": True},
     ),
+    "experts": ("qwen3_moe", {"target_modules": "all-linear", "r": 1, "lora_alpha": 3}),
+    "experts_renamed": ("mixtral", {"target_modules": "all-linear", "r": 1, "lora_alpha": 3}),
+    "experts_stacked": (
+        "gpt_oss",
+        {
+            **{"target_modules": ["q_proj"], "r": 2, "lora_alpha": 6, "use_rslora": True},
+            "target_parameters": ["layers.1.mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+        },
+    ),
     "renamed": ("kimi_linear", {"target_modules": "all-linear", "r": 1, "lora_alpha": 3}),
     "biases": ("qwen2", {"target_modules": ["k_proj", "up_proj"], "r": 2, "bias": "lora_only"}),
 }

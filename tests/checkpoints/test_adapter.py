@@ -14,6 +14,8 @@ from safetensors.numpy import load_file, save_file
 
 from levanter_infer import EngineConfig, InferenceEngine, SamplingParams
 from levanter_infer.axes import POSITION
+from levanter_infer.checkpoints import adapter as adapter_module
+from levanter_infer.checkpoints import load as load_module
 from levanter_infer.checkpoints.adapter import Place, adapted
 from levanter_infer.checkpoints.load import load_model
 from levanter_infer.checkpoints.source import resolve_source
@@ -95,7 +97,7 @@ REFUSED = {
     "peft_type='LOHA', expected LORA": {"peft_type": "LOHA"},
     "use_dora=True, expected nothing": {"use_dora": True},
     "lora_bias=True, expected nothing": {"lora_bias": True},
-    "target_parameters=.'experts'., expected nothing": {"target_parameters": ["experts"]},
+    "target_parameters=3, expected a list of names": {"target_parameters": 3},
     "init_lora_weights='pissa_niter_4', expected an initialisation": {"init_lora_weights": "pissa_niter_4"},
     "lora_alpha=None|lora_alpha='x', expected a number": {"lora_alpha": "x"},
     "lora_alpha=1000.*0, expected a number": {"lora_alpha": 10**400},
@@ -250,3 +252,62 @@ def test_an_adapter_in_a_folder_is_pointed_out(tmp_path):
     adapter.rename(tmp_path / "saved" / "style")
     with pytest.raises(ValueError, match="no adapter_config.json in .*saved; .*; there is one in style"):
         load_model(base, adapter=tmp_path / "saved")
+
+
+@pytest.mark.parametrize("stem, name", [("experts", "gate_up_proj"), ("experts_stacked", "down_proj")])
+def test_parts_of_experts_are_those_of_the_whole(tmp_path, stem, name):
+    """As several hosts read them. B has a column of each expert in turn, and A rows of one after the other."""
+    base, adapter, _ = golden(stem, tmp_path)
+    change = load_file(adapter / "adapter_model.safetensors")
+    start = "base_model.model.model.layers.1.mlp.experts." + ("base_layer." if name == "gate_up_proj" else "")
+    down, up = (change[f"{start}lora_{part}.weight"] for part in "AB")
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    stacked = stem == "experts_stacked"
+    number = 2
+    count = json.loads((base / "config.json").read_text())["num_local_experts" if stacked else "num_experts"]
+    rank = len(down) // count
+    scale = 6 / 2**0.5 if stacked else config["alpha_pattern"][".*\\.gate_up_proj"] / rank
+    part = scale * (up[:, number::count] @ down[number * rank : (number + 1) * rank])
+    tensors = load_file(base / "model.safetensors")
+    own = f"model.layers.1.mlp.experts.{name}" if stacked else f"model.layers.1.mlp.experts.{number}.up_proj.weight"
+    expected = tensors[own][number] + part.T if stacked else tensors[own] + part[len(part) // 2 :]
+    seen = {}
+    real = adapter_module.adapted
+    place_of = lambda tensors, source, place: seen.update(real(tensors, source, place)) or seen  # noqa: E731
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(load_module, "adapted", place_of)
+        load_model(base, adapter=adapter)
+    found = seen[own].entry(number) if stacked else seen[own]
+    for tensor, rows in (
+        (found, slice(None)),
+        (found.rows(3, 9), slice(3, 9)),
+        (found.rows(3, 9).rows(1, 2), slice(4, 5)),
+    ):
+        out = np.empty(tensor.shape, np.float32)
+        tensor.read_into(out)
+        np.testing.assert_allclose(out, expected[rows], rtol=1e-5, atol=1e-5)
+
+
+def test_experts_that_do_not_fit_are_refused(tmp_path):
+    base, adapter, _ = golden("experts", tmp_path)
+    for parameters in (["down_proj"], ["gate_up_proj", "down_proj", "gate.weight"]):
+        golden("experts", tmp_path, target_parameters=parameters)
+        if len(parameters) == 1:
+            with pytest.raises(
+                ValueError, match="target_parameters=.'down_proj'. and the tensors .* do not fit together"
+            ):
+                load_model(base, adapter=adapter)
+        else:
+            load_model(base, adapter=adapter)
+    own = load_file(adapter / "adapter_model.safetensors")
+    name = next(name for name in own if name.endswith("experts.lora_A.weight"))
+    save_file({**own, name: own[name][:-1]}, adapter / "adapter_model.safetensors")
+    with pytest.raises(
+        ValueError, match="of rank [0-9.]+ for 8 experts, and adapter_config.json has ranks|expected .r, in."
+    ):
+        load_model(base, adapter=adapter)
+    write_checkpoint(base, load_case("qwen3"))
+    golden_adapter = adapter / "adapter_model.safetensors"
+    save_file(own, golden_adapter)
+    with pytest.raises(ValueError, match="do not fit together, or not the experts of the model"):
+        load_model(base, adapter=adapter)

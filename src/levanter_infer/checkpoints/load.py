@@ -13,7 +13,8 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.typing import DTypeLike
 
-from levanter_infer.checkpoints.adapter import Place, adapted
+from levanter_infer.axes import EXPERT
+from levanter_infer.checkpoints.adapter import EXPERT_PARAMETERS, ExpertPlace, Place, adapted
 from levanter_infer.checkpoints.levanter import is_levanter, levanter_tensors
 from levanter_infer.checkpoints.quantized.config import KEYS, without_quantization
 from levanter_infer.checkpoints.source import ADAPTER_CONFIG, CONFIG, MODELOPT_CONFIG, Source, resolve_source
@@ -175,7 +176,8 @@ def _open(source: Source, wanted: np.dtype | None, hf_config: Mapping[str, Any])
     if source.adapter is not None:
         transposed = {name for param in params for name in param.names if param.slice.transposed}
         tied = (head, embeddings) if head is not None and embeddings is not None else None
-        place = Place(lambda names: family.own_names(names, hf_config), transposed, tied)
+        experts = _expert_places(config, params)
+        place = Place(lambda names: family.own_names(names, hf_config), transposed, tied, experts)
         tensors = adapted(tensors, source.adapter, place)
     _check_names(params, tensors, head, source)
     _check_headers(params, tensors)
@@ -192,6 +194,26 @@ def _open(source: Source, wanted: np.dtype | None, hf_config: Mapping[str, Any])
         return model if layout is None else model.shard_as(layout)
 
     return StoredModel(types, read)
+
+
+def _expert_places(
+    config: DecoderConfig, params: Sequence[Parameter]
+) -> dict[tuple[int, str], tuple[ExpertPlace, ...]]:
+    """Where a checkpoint has what transformers has as `EXPERT_PARAMETERS`: rows of gates, and those of `up` behind."""
+    found: dict[tuple[int, str], dict[tuple[str, int | None], ExpertPlace]] = {}
+    for param in params:
+        kind = param.line.removeprefix("layers.mlp.").removesuffix("_proj.weight")
+        if kind not in ("gate", "up", "down") or param.axes[1].name != EXPERT:
+            continue
+        layers, count = config.stacks[int(param.path.split(".")[1])].layers, param.axes[1].size
+        width = param.slice.rows[param.slice.part]
+        own = {"gate": (0, width), "up": (width, 2 * width)}.get(kind) if len(param.slice.rows) == 1 else None
+        name = EXPERT_PARAMETERS[kind == "down"]
+        for index, source in enumerate(param.sources):
+            expert = None if source.expert is not None else index % count
+            each = ExpertPlace(source.name, count, param.slice.transposed, expert, own)
+            found.setdefault((layers[index // count], name), {})[source.name, expert] = each
+    return {key: tuple(each.values()) for key, each in found.items()}
 
 
 def _wanted_dtype(dtype: DTypeLike | None) -> np.dtype | None:

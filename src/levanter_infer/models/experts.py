@@ -21,6 +21,11 @@ def stacked_experts(experts: str, *, transposed: bool = False) -> tuple[Tensor, 
     )
 
 
+MIXTRAL_ROUTER = (".mlp.gate.", ".block_sparse_moe.gate.")
+"""`Family.renamed`: the name of Mixtral's router in the memory of transformers 5, which adapters of PEFT have, and that
+in files."""
+
+
 def tensors_by_expert(experts: str) -> tuple[Tensor, ...]:
     """The lines of gated experts that have a tensor for each matrix. Args: experts: the start of the names."""
     return tuple(

@@ -9,6 +9,7 @@ from levanter_infer.models.blocks import Block
 from levanter_infer.models.config import DecoderConfig
 from levanter_infer.models.deepseek_v3 import MTP_KEY
 from levanter_infer.models.experts import (
+    MIXTRAL_ROUTER,
     SELECTION_BIAS,
     deepseek_experts_to_hf,
     expert_tensors,
@@ -143,6 +144,6 @@ KIMI_LINEAR = Family(
     renamed=(
         (".self_attn.forget_gate.", ".self_attn."),
         (".mlp.shared_experts.", ".block_sparse_moe.shared_experts."),
-        (".mlp.gate.", ".block_sparse_moe.gate."),
+        MIXTRAL_ROUTER,
     ),
 )

@@ -8,7 +8,7 @@ from levanter_infer.layers.rotary import RopeConfig
 from levanter_infer.layers.router import Router, Score, SelectionBias
 from levanter_infer.models.blocks import Block
 from levanter_infer.models.config import DecoderConfig
-from levanter_infer.models.experts import SELECTION_BIAS, check_chosen, expert_tensors
+from levanter_infer.models.experts import MIXTRAL_ROUTER, SELECTION_BIAS, check_chosen, expert_tensors
 from levanter_infer.models.family import Family, common_to_hf, one_rope, read_sizes
 from levanter_infer.models.hf_config import HfConfig
 from levanter_infer.models.mixtral import local_experts_to_hf
@@ -65,4 +65,11 @@ MINIMAX_M2_TENSORS = expert_tensors(
     Tensor("model.layers.{layer}.block_sparse_moe.e_score_correction_bias", (SELECTION_BIAS,)),
     names=("w1", "w3", "w2"),
 )
-MINIMAX_M2 = Family("minimax_m2", "MiniMaxM2ForCausalLM", config_from_hf, config_to_hf, MINIMAX_M2_TENSORS)
+MINIMAX_M2 = Family(
+    "minimax_m2",
+    "MiniMaxM2ForCausalLM",
+    config_from_hf,
+    config_to_hf,
+    MINIMAX_M2_TENSORS,
+    renamed=(MIXTRAL_ROUTER,),
+)

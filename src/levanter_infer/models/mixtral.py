@@ -7,6 +7,7 @@ from levanter_infer.layers.moe import ExpertsBlock
 from levanter_infer.layers.router import Router
 from levanter_infer.models.blocks import Block
 from levanter_infer.models.config import DecoderConfig
+from levanter_infer.models.experts import MIXTRAL_ROUTER
 from levanter_infer.models.family import TENSOR_NAMES, Family, Sizes, common_to_hf, read_sizes
 from levanter_infer.models.hf_config import HfConfig
 from levanter_infer.models.tensors import tensor_table
@@ -49,4 +50,6 @@ _NAMES = {
     "layers.mlp.down_proj.weight": f"{_BLOCK}.experts.{{expert}}.w2.weight",
     "layers.mlp.up_proj.weight": f"{_BLOCK}.experts.{{expert}}.w3.weight",
 }
-MIXTRAL = Family("mixtral", "MixtralForCausalLM", config_from_hf, config_to_hf, tensor_table(_NAMES))
+MIXTRAL = Family(
+    "mixtral", "MixtralForCausalLM", config_from_hf, config_to_hf, tensor_table(_NAMES), renamed=(MIXTRAL_ROUTER,)
+)
