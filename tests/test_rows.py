@@ -16,6 +16,7 @@ from levanter_infer.engine.params import SamplingParams
 from levanter_infer.engine.request import RequestOutput
 from levanter_infer.io import prompts
 from levanter_infer.io.output import RowWriter
+from levanter_infer.io.paths import local_path
 from levanter_infer.io.prompts import columns_of, read_rows
 from levanter_infer.io.terminal import escape_for_terminal
 
@@ -403,3 +404,10 @@ def test_output_appears_on_a_file_system_without_hard_links(tmp_path, monkeypatc
         else:
             writer.commit()
     assert path.read_text() == ("mine" if taken else '{"a": 1}\n')
+
+
+def test_a_tilde_is_the_home_directory(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert local_path("~/a.jsonl", "output") == tmp_path / "a.jsonl"
+    assert local_path("~no-such-user/a", "output") == Path("~no-such-user/a")
+    assert local_path("file:///~/a", "output") == Path("/~/a")
