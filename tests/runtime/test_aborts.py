@@ -50,6 +50,7 @@ def test_no_python_of_ours_runs_in_a_signal_handler():
     assert sorted(given) == [
         ("batch/__main__.py", "handler"),  # restores the handler that was there
         ("batch/__main__.py", "self._receive"),
+        ("batch/on_ray.py", "handler"),  # as well
         ("checkpoints/template_worker.py", "signal.SIG_DFL"),  # no Python, in a process of its own
         ("cli/__init__.py", "signal.default_int_handler"),
     ]
