@@ -49,6 +49,13 @@ ADAPTERS = {
             "target_parameters": ["layers.1.mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
         },
     ),
+    "experts_in_out": (
+        "llama4",
+        {
+            **{"target_modules": ["k_proj"], "r": 1, "lora_alpha": 3},
+            "target_parameters": ["feed_forward.experts.gate_up_proj", "feed_forward.experts.down_proj"],
+        },
+    ),
     "renamed": ("kimi_linear", {"target_modules": "all-linear", "r": 1, "lora_alpha": 3}),
     "biases": ("qwen2", {"target_modules": ["k_proj", "up_proj"], "r": 2, "bias": "lora_only"}),
 }

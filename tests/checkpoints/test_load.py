@@ -104,8 +104,9 @@ def test_dtype_is_the_stored_one_unless_asked(write):
         model, _ = load_model(directory, dtype=dtype)
         assert {leaf.dtype for leaf in jax.tree.leaves(model)} == {jnp.dtype(expected)}
         assert (np.asarray(model.norm.weight.array) == stored["model.norm.weight"]).all()
-    with pytest.raises(ValueError, match="dtype='int8', expected bfloat16, float32"):
-        load_model(directory, dtype="int8")
+    for wrong in ("int8", np.dtype("int8"), np.float16, float, np.ones(2)):
+        with pytest.raises(ValueError, match="dtype=.*, expected bfloat16, float32, or none"):
+            load_model(directory, dtype=wrong)
     stored["model.norm.weight"] = stored["model.norm.weight"].astype(np.float32)
     with pytest.raises(ValueError, match="stored as BF16 and F32; give dtype"):
         load_model(write(stored))
@@ -565,3 +566,35 @@ def test_a_process_reads_the_rows_of_its_own_heads_only(write, monkeypatch, head
     # Padded axes end with the tensor, and an axis that is not sharded is needed whole.
     up_proj, o_proj = params["layers.mlp.up_proj.weight"], params["layers.attention.o_proj.weight"]
     assert _own_rows(up_proj, layout, (9, 16)) == (9, 12) and _own_rows(o_proj, layout, (0, 8)) == (0, 8)
+
+
+@pytest.mark.parametrize("parent_type, within", [("mistral3", False), ("qwen2_5_vl", True), ("gemma3", False)])
+def test_quantized_parents_say_so_beside_the_text_model(tmp_path, parent_type, within):
+    """As Mistral and Qwen publish them; transformers 4.52 and 4.53 wrote keys of the text model in both places."""
+    name = {"mistral3": "mistral", "qwen2_5_vl": "qwen2", "gemma3": "gemma3_untied"}[parent_type]
+    case = load_case(name)
+    tensors = load_file(write_checkpoint(tmp_path / "text", case) / "model.safetensors")
+    codes, floats = {}, {}
+    for key, tensor in tensors.items():
+        named = key.replace("model.", "model.language_model.", 1)
+        if key.endswith("_proj.weight"):
+            scale = np.float32(np.abs(tensor).max() / 448)
+            codes[named] = (tensor / scale).astype(ml_dtypes.float8_e4m3fn)
+            codes[named.replace(".weight", ".weight_scale_inv")] = np.asarray(scale)
+            floats[named] = codes[named].astype(np.float32) * scale
+        else:
+            codes[named] = floats[named] = tensor
+    text = {**case.config, "model_type": {"qwen2": "qwen2_5_vl_text"}.get(name, case.config["model_type"])}
+    config = {"model_type": parent_type, "text_config": text, "vision_config": {}}
+    if within:
+        text |= {"image_token_id": None, "vision_start_token_id": 7}
+        config |= {"hidden_size": 5, "sliding_window": 32768, "hidden_act": "silu"}
+    directory = tmp_path / "parent"
+    directory.mkdir()
+    fp8 = {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None}
+    found = []
+    for stored, quantized in ((codes, {"quantization_config": fp8}), (floats, {})):
+        save_file(stored, directory / "model.safetensors")
+        (directory / "config.json").write_text(json.dumps({**config, **quantized}))
+        found.append(load_model(directory, dtype="float32")[0])
+    assert eqx.tree_equal(*found)

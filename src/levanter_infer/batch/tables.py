@@ -175,8 +175,12 @@ class TableReader:
         if self._next is not None and self._next[0] == start:
             return self._next
         first = max(bisect.bisect_right(self._firsts, start) - 1, 0)
-        groups = list(range(first, self._table.metadata.num_row_groups))
-        return self._firsts[first], [], _batches(self._table, batch_size=_ROWS_AT_ONCE, row_groups=groups)
+        # One group after the other: pyarrow reads ahead, and holds, what it is asked for at once
+        each = (
+            _batches(self._table, batch_size=_ROWS_AT_ONCE, row_groups=[group])
+            for group in range(first, self._table.metadata.num_row_groups)
+        )
+        return self._firsts[first], [], itertools.chain.from_iterable(each)
 
 
 def _batches(table, **options) -> Iterator[Any]:

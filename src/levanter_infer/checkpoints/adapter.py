@@ -103,8 +103,8 @@ class Change:
     scale: float
     transposed: bool
     expert: tuple[int, int] | None = None
-    """Number of an expert, and of experts, of which A, [experts * r, in], has r rows each, one after the other, and B,
-    [out, r * experts], one column of each in turn; None: there are no experts."""
+    """Number e of an expert, and of experts E, of which PEFT stores A [E * r, in] and B [out, r * E] together: those of
+    the expert are A[e * r : (e + 1) * r] and B[:, e::E]. None: there are no experts."""
     outs: tuple[int, int] | None = None
     """Rows of B that the matrix has; None: all."""
 
@@ -263,8 +263,8 @@ def _of_experts(
         if len(names) != len(wrappers) or not all(places):
             raise ValueError(
                 f"{ADAPTER_CONFIG}: target_parameters={reprlib.repr(list(config.parameters))} and the tensors "
-                f"{enumerate_names(sorted(wrappers))} do not fit together, or not the experts of the model; merge the "
-                "adapter with PEFT's merge_and_unload"
+                f"{enumerate_names(sorted(wrappers))} do not fit together, or not the experts of the model, of which "
+                f"{' and '.join(EXPERT_PARAMETERS)} are merged; merge the adapter with PEFT's merge_and_unload"
             )
         for name, wrapper, tensors in zip(names, wrappers, places, strict=True):
             for each in tensors:

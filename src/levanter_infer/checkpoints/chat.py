@@ -114,7 +114,7 @@ def check_messages(messages) -> None:
         if not isinstance(role, str):
             raise ValueError(f"messages[{i}].role is {type(role).__name__}; expected a string such as user")
         content = message.get("content")
-        if content is None and role in _WITH_CONTENT:
+        if content is None and role in _WITH_CONTENT and not message.get("tools"):
             raise ValueError(f"messages[{i}], of the role {role}, has no content; expected text, or parts of text")
         _check_content(content, f"messages[{i}].content")
 

@@ -24,6 +24,7 @@ from levanter_infer.kernels.xla.backend import XLA
 from levanter_infer.layers.layout import Layout
 from levanter_infer.models.config import DecoderConfig
 from levanter_infer.models.decoder import DecoderModel
+from levanter_infer.models.family import Family
 from levanter_infer.models.registry import family_for
 from levanter_infer.models.tensors import (
     Parameter,
@@ -67,7 +68,7 @@ def load_model(
     """
     enable_compile_cache()
     source = resolve_source(path_or_id, revision, adapter=adapter)
-    model = load_weights(source, dtype=dtype, config=config)
+    model = load_weights(source, dtype=_float_dtype(dtype), config=config)
     return model, load_tokenizer(source)
 
 
@@ -129,7 +130,7 @@ def open_model(
     Args: as in `load_model`; `dtype` may be that of a model, whatever it is.
     Raises: ValueError as `load_model`.
     """
-    wanted = _wanted_dtype(dtype)
+    wanted = dtype if isinstance(dtype, np.dtype) else _float_dtype(dtype)
     return _open(source, wanted, config or _config_json(source))
 
 
@@ -176,7 +177,7 @@ def _open(source: Source, wanted: np.dtype | None, hf_config: Mapping[str, Any])
     if source.adapter is not None:
         transposed = {name for param in params for name in param.names if param.slice.transposed}
         tied = (head, embeddings) if head is not None and embeddings is not None else None
-        experts = _expert_places(config, params)
+        experts = _expert_places(family, config, params)
         place = Place(lambda names: family.own_names(names, hf_config), transposed, tied, experts)
         tensors = adapted(tensors, source.adapter, place)
     _check_names(params, tensors, head, source)
@@ -197,7 +198,7 @@ def _open(source: Source, wanted: np.dtype | None, hf_config: Mapping[str, Any])
 
 
 def _expert_places(
-    config: DecoderConfig, params: Sequence[Parameter]
+    family: Family, config: DecoderConfig, params: Sequence[Parameter]
 ) -> dict[tuple[int, str], tuple[ExpertPlace, ...]]:
     """Where a checkpoint has what transformers has as `EXPERT_PARAMETERS`: rows of gates, and those of `up` behind."""
     found: dict[tuple[int, str], dict[tuple[str, int | None], ExpertPlace]] = {}
@@ -208,20 +209,28 @@ def _expert_places(
         layers, count = config.stacks[int(param.path.split(".")[1])].layers, param.axes[1].size
         width = param.slice.rows[param.slice.part]
         own = {"gate": (0, width), "up": (width, 2 * width)}.get(kind) if len(param.slice.rows) == 1 else None
+        if own is not None and family.experts_in_out:
+            continue  # columns of A, and not rows of B
+        is_transposed = param.slice.transposed != family.experts_in_out
         name = EXPERT_PARAMETERS[kind == "down"]
         for index, source in enumerate(param.sources):
             expert = None if source.expert is not None else index % count
-            each = ExpertPlace(source.name, count, param.slice.transposed, expert, own)
+            each = ExpertPlace(source.name, count, is_transposed, expert, own)
             found.setdefault((layers[index // count], name), {})[source.name, expert] = each
     return {key: tuple(each.values()) for key, each in found.items()}
 
 
-def _wanted_dtype(dtype: DTypeLike | None) -> np.dtype | None:
-    if dtype is None or isinstance(dtype, np.dtype):
-        return dtype
-    if dtype not in ("bfloat16", "float32", jnp.bfloat16, jnp.float32):
-        raise ValueError(f"dtype={dtype!r}, expected bfloat16, float32, or none for the stored one")
-    return jnp.dtype(dtype)
+def _float_dtype(dtype: Any) -> np.dtype | None:
+    """The dtype that a caller asks for. Raises: ValueError unless it is bfloat16 or float32."""
+    if dtype is None:
+        return None
+    try:
+        found = jnp.dtype(dtype)
+    except TypeError:
+        found = None
+    if found not in (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)):
+        raise ValueError(f"dtype={reprlib.repr(dtype)}, expected bfloat16, float32, or none for the stored one")
+    return found
 
 
 def _check_size(config: DecoderConfig, tensors: dict[str, StoredTensor], source: Source) -> None:

@@ -1,6 +1,5 @@
 """Write a model as an ordinary HF checkpoint directory."""
 
-import dataclasses
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -17,8 +16,7 @@ _DTYPE_NAMES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
 def save_model(model: DecoderModel, directory: str | Path, *, hf_config: Mapping[str, Any] | None = None) -> None:
-    """Write `config.json` and `model.safetensors` with HF's names and layouts; loading them gives `model` bit for bit,
-    without the limit of a model with sparse attention.
+    """Write `config.json` and `model.safetensors` with HF's names and layouts; loading them gives `model` bit for bit.
 
     Args:
         directory: of this machine, with ~ for the home directory; created if absent. Files with these two names are
@@ -44,8 +42,7 @@ def save_model(model: DecoderModel, directory: str | Path, *, hf_config: Mapping
         "torch_dtype": name,
         **(hf_config or {}),
     }
-    dense = dataclasses.replace(model.config, sparse_beyond=None)  # what chooses keys in longer sequences is not read
-    if family.config_from_hf(config) != dense:
+    if family.config_from_hf(config) != model.config:
         raise ValueError(f"hf_config={dict(hf_config or {})} changes the model; leave out the keys that the model sets")
     stored = {key: config[key] for key in ("torch_dtype", "dtype") if config.get(key, name) != name}
     if stored:

@@ -74,7 +74,7 @@ def read_rows(config: RunConfig, *, completions: bool = False, columns: Columns 
         contents = ((f"chat[{i}]", {"messages": chat}) for i, chat in enumerate(config.chats))
     rows: list[Row] = []
     seen: dict[str, str] = {}
-    unknown: list[int] = []
+    unknown: list[tuple[int, str]] = []
     named = False
     for where, content in contents:
         number = len(rows)
@@ -84,7 +84,7 @@ def read_rows(config: RunConfig, *, completions: bool = False, columns: Columns 
         row = parser.row(content, row_id(content, number, named=False), where)
         rows.append(row)
         if has_unknown_id(content):
-            unknown.append(number)
+            unknown.append((number, where))
             continue
         if row.id in seen and row.error is None:
             error = f"{where}: id {brief(row.id)} is that of {seen[row.id]} too; {IDS_DIFFER}"
@@ -92,8 +92,9 @@ def read_rows(config: RunConfig, *, completions: bool = False, columns: Columns 
         seen.setdefault(row.id, where)
     if not rows:
         raise ValueError(f"{config.prompts_file} has no rows; expected at least one prompt")
-    for number in unknown if named else ():
-        rows[number] = dataclasses.replace(rows[number], id=f"row {number}")
+    for number, where in unknown if named else ():
+        name = f"row {number}"
+        rows[number] = dataclasses.replace(rows[number], id=where if name in seen else name)
     return rows
 
 

@@ -42,8 +42,8 @@ class DecoderConfig:
     learnt_positions: bool = False
     """Whether each of `max_position_embeddings` positions has an embedding, added to that of its token."""
     sparse_beyond: int | None = None
-    """Tokens of a sequence beyond which its attention chooses among keys, which is not implemented; None: it never
-    does."""
+    """Tokens of a sequence beyond which its attention is sparse, DeepSeek's (`index_topk`), which is not implemented;
+    None: it never is."""
     embedding_multiplier: float = 1.0
     """Factor of the embeddings, in the dtype of the parameters."""
     embedding_norm: NormConfig | None = None

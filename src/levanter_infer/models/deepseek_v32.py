@@ -34,16 +34,16 @@ def _family(model_type: str, architecture: str, **defaults: Any) -> Family:
     def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
         """Raises: ValueError naming the key that is unknown, malformed or not implemented."""
         hf = HfConfig(raw)
-        topk = hf.count("index_topk", 2048)
+        topk = hf.count("index_topk", 2048, null=2048)
         hf.own_code("configuration_deepseek", "modeling_deepseek")
         for key, value in (("moe_layer_freq", 1), ("ep_size", 1), ("rope_interleave", True), ("mlp_bias", False)):
             hf.only(key, value)
         if any(kind != _INDEXED for kind in hf.names("layer_types", (_INDEXED,)) or ()):
             raise hf.fail("layer_types", _INDEXED)
-        own = ("index_topk", *_INDEXER, "auto_map", "moe_layer_freq", "ep_size", "mlp_bias", "layer_types")
-        config = GLM4_MOE_LITE.config_from_hf({**defaults, **{key: raw[key] for key in raw if key not in own}})
-        longest = min(config.max_position_embeddings, topk)
-        return dataclasses.replace(config, max_position_embeddings=longest, sparse_beyond=topk)
+        own = (*_INDEXER, "auto_map", "moe_layer_freq", "ep_size", "mlp_bias", "layer_types")
+        rest = {key: raw[key] for key in raw if key not in own}
+        config = GLM4_MOE_LITE.config_from_hf({**defaults, **rest, "index_topk": topk})
+        return dataclasses.replace(config, max_position_embeddings=min(config.max_position_embeddings, topk))
 
     return dataclasses.replace(
         GLM4_MOE_LITE,

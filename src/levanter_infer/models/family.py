@@ -35,6 +35,9 @@ class Family:
     """Where a checkpoint has the parameters; lines of parameters that a model does not have are skipped."""
     prefixes: tuple[tuple[str, str], ...] = ()
     """Starts of tensor names in a checkpoint, and what stands for them in `tensors`; other names stay."""
+    experts_in_out: bool = False
+    """Whether transformers keeps all experts of a layer in one parameter [expert, in, out] without saying so
+    (`is_transposed`), so that PEFT takes the inputs for outputs."""
     renamed: tuple[tuple[str, str], ...] = ()
     """Parts of tensor names in some checkpoints, and what stands for them in `tensors`."""
     unused: tuple[str, ...] = ()
@@ -61,6 +64,7 @@ class Family:
     def unused_names(self, raw: Mapping[str, Any]) -> tuple[str, ...]:
         """Starts of the names of tensors that are not read, with this config.json."""
         text = raw.get("text_config", raw)
+        text = text if isinstance(text, Mapping) else {}
         extra = 0 if self.extra_layers_key is None else text.get(self.extra_layers_key) or 0
         if extra > MAX_LAYERS:
             raise ValueError(f"config.json: {self.extra_layers_key}={extra}, expected at most {MAX_LAYERS}")

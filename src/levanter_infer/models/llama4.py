@@ -110,7 +110,13 @@ LLAMA4_TENSORS = expert_tensors(
 BY_EXPERT = tensors_by_expert(_EXPERTS)
 """Names of the experts' tensors in quantized files."""
 LLAMA4 = Family(
-    "llama4_text", "Llama4ForCausalLM", config_from_hf, config_to_hf, LLAMA4_TENSORS, alternatives=BY_EXPERT
+    "llama4_text",
+    "Llama4ForCausalLM",
+    config_from_hf,
+    config_to_hf,
+    LLAMA4_TENSORS,
+    alternatives=BY_EXPERT,
+    experts_in_out=True,
 )
 LLAMA4_WITH_VISION = Parent(
     "llama4",

@@ -28,8 +28,8 @@ class Parent:
     modules: tuple[str, ...] = ()
     """Modules that `auto_map` may name: their classes are those of HF."""
     flat: bool = False
-    """Whether files before transformers 4.52 have the keys of the text model beside the others, without
-    `text_config`."""
+    """Whether files before transformers 4.52 have the keys of the text model beside the others, without `text_config`;
+    those of 4.52 and 4.53 have them in both places, where `text_config` counts."""
 
     def family_of(self, raw: Mapping[str, Any]) -> Family:
         """The family of a config.json.
@@ -37,7 +37,8 @@ class Parent:
         Raises: ValueError if `text_config` is missing or of no family that is served here.
         """
         types = {family.model_type: family for family in self.texts}
-        text = types[HfConfig(self._text_of(raw)).one_of("model_type", next(iter(types)), tuple(types))]
+        keys = {} if self._is_flat(raw) else HfConfig(raw).text_config()
+        text = types[HfConfig(keys).one_of("model_type", next(iter(types)), tuple(types))]
 
         def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
             return text.config_from_hf(self._text_of(raw))
@@ -51,14 +52,20 @@ class Parent:
             unused=(*text.unused, *self.unused),
         )
 
+    def _is_flat(self, raw: Mapping[str, Any]) -> bool:
+        return self.flat and "text_config" not in raw
+
     def _text_of(self, raw: Mapping[str, Any]) -> dict[str, Any]:
-        if self.flat and "text_config" not in raw:
+        if self._is_flat(raw):
             return {key: value for key, value in raw.items() if key not in (*self.others, "model_type")}
+        text = HfConfig(raw).text_config()
+        if self.flat:
+            raw = {key: value for key, value in raw.items() if key not in text or key == "tie_word_embeddings"}
         hf = HfConfig(raw)
-        text = hf.text_config(*self.others)
+        hf.text_config(*self.others)
         hf.own_code(*self.modules)
         hf.finish()
-        return text
+        return {key: value for key, value in text.items() if not (self.flat and key in self.others)}
 
 
 LLAVA_PREFIXES = (
