@@ -25,6 +25,7 @@ from levanter_infer.layers.layout import Layout
 from levanter_infer.models.config import DecoderConfig
 from levanter_infer.models.decoder import DecoderModel
 from levanter_infer.models.family import Family
+from levanter_infer.models.hf_config import ties_differ
 from levanter_infer.models.registry import family_for
 from levanter_infer.models.tensors import (
     Parameter,
@@ -168,6 +169,9 @@ def _open(source: Source, wanted: np.dtype | None, hf_config: Mapping[str, Any])
             own = set(family.own_names(stored_names, hf_config).values())
             stored_names = quantization.dequantized({name: stored_names[name] for name in stored_names if name in own})
         tensors = {name: stored_names[stored] for name, stored in family.own_names(stored_names, hf_config).items()}
+        if ties_differ(hf_config) and family.tensor_of("lm_head.weight") not in tensors:
+            text = {**hf_config["text_config"], "tie_word_embeddings": True}
+            config = family.config_from_hf({**hf_config, "tie_word_embeddings": True, "text_config": text})
         _check_size(config, tensors, source)
         params = parameters(DecoderModel.types(config), family.table_for(tensors))
         if quantization is not None:

@@ -198,15 +198,21 @@ class HfConfig:
         self._read.update(keys)
 
     def text_config(self, *others: str) -> dict[str, Any]:
-        """The configuration of the text model within that of a multimodal parent. Args: others: keys of other parts."""
+        """The configuration of the text model within that of a multimodal parent.
+
+        Where both say differently whether the head is the embeddings, it is not: transformers 5 writes its own default
+        into parents whose files had none, and loads a head that is stored. `ties_differ` tells of it.
+
+        Args: others: keys of other parts.
+        """
         text = self._get("text_config", None)
         if not isinstance(text, dict):
             raise self.fail("text_config", "an object: the configuration of the text model")
         self._read.update(others)
         tied = self._get("tie_word_embeddings", None)
-        if tied is not None and text.get("tie_word_embeddings", tied) != tied:
-            raise self.fail("tie_word_embeddings", f"{text['tie_word_embeddings']!r}, as in text_config")
-        return text if tied is None else {**text, "tie_word_embeddings": tied}
+        if tied is None:
+            return text
+        return {**text, "tie_word_embeddings": False if ties_differ(self.raw) else tied}
 
     def own_code(self, *modules: str) -> None:
         """Accept an `auto_map` that names these modules alone: their mathematics is that of the class in HF."""
@@ -443,6 +449,13 @@ def _longrope_factor(given, scaling: Mapping, where: str, original: int | None, 
             f"{ratio}; make them agree"
         )
     return ratio
+
+
+def ties_differ(raw: Mapping[str, Any]) -> bool:
+    """Whether a multimodal parent and its text model say differently whether the head is the embeddings."""
+    text = raw.get("text_config")
+    both = [each.get("tie_word_embeddings") for each in (raw, text if isinstance(text, Mapping) else {})]
+    return None not in both and both[0] != both[1]
 
 
 def _rope_kind(scaling: dict, where: str, aliases: Mapping[str, str]) -> str:
