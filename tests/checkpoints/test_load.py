@@ -467,6 +467,12 @@ def test_the_text_model_of_qwen3_vl_is_a_qwen3(tmp_path, name, parent_type):
     save_file(named | {"model.visual.pos_embed.weight": np.ones((3, 4), np.float32)}, directory / "model.safetensors")
     parent, _ = load_model(directory)
     assert parent.config == model.config and eqx.tree_equal(parent, model)
+    turned = {  # as transformers 5 writes it: [expert, out, in]
+        key: np.ascontiguousarray(tensor.swapaxes(1, 2)) if tensor.ndim == 3 else tensor
+        for key, tensor in named.items()
+    }
+    save_file(turned, directory / "model.safetensors")
+    assert eqx.tree_equal(load_model(directory)[0], model)
     del text["rope_theta"]  # HF's default is not that of Qwen3
     assert family_for(config).config_from_hf(config).ropes[0].theta == 5e5
     for refused in ({"rope_scaling": {**rope, "rope_type": "mrope"}}, {"mrope_section": [1]}):

@@ -173,7 +173,7 @@ def _open(source: Source, wanted: np.dtype | None, hf_config: Mapping[str, Any])
             text = {**hf_config["text_config"], "tie_word_embeddings": True}
             config = family.config_from_hf({**hf_config, "tie_word_embeddings": True, "text_config": text})
         _check_size(config, tensors, source)
-        params = parameters(DecoderModel.types(config), family.table_for(tensors))
+        params = _oriented(parameters(DecoderModel.types(config), family.table_for(tensors)), tensors)
         if quantization is not None:
             tensors = quantization.without_zero_biases(tensors, {name for param in params for name in param.names})
     head = family.tensor_of("lm_head.weight") if config.tie_word_embeddings else None
@@ -199,6 +199,18 @@ def _open(source: Source, wanted: np.dtype | None, hf_config: Mapping[str, Any])
         return model if layout is None else model.shard_as(layout)
 
     return StoredModel(types, read)
+
+
+def _oriented(params: list[Parameter], tensors: Mapping[str, StoredTensor]) -> list[Parameter]:
+    """The parameters, with the matrices of stacked experts the other way round if only so the tensors can hold them:
+    releases of transformers differ in what they write."""
+    stacked = [param for param in params if param.num_experts is not None and param.names[0] in tensors]
+    turned = {param.path: param.turned() for param in stacked}
+    if all(param.is_stored_as(tensors[param.names[0]].shape) for param in stacked):
+        return params
+    if not all(param.is_stored_as(tensors[param.names[0]].shape) for param in turned.values()):
+        return params  # `_check_headers` says which tensor does not fit
+    return [turned.get(param.path, param) for param in params]
 
 
 def _expert_places(

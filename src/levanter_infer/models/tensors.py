@@ -8,7 +8,7 @@ import enum
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import equinox as eqx
@@ -168,6 +168,10 @@ class Parameter:
     def is_stored_as(self, shape: tuple[int, ...]) -> bool:
         """Whether tensors of this shape can be read."""
         return shape == self.tensor_shape or (self.scalar and shape == (1,))
+
+    def turned(self) -> "Parameter":
+        """The parameter of tensors that have its matrices the other way round."""
+        return replace(self, slice=replace(self.slice, transposed=not self.slice.transposed))
 
     @property
     def names(self) -> tuple[str, ...]:
