@@ -507,15 +507,18 @@ def test_the_text_model_of_qwen2_vl_is_a_qwen2(tmp_path, name, parent_type, flat
         family_for({**config, "audio_config": {}}).config_from_hf({**config, "audio_config": {}})
 
 
+@pytest.mark.parametrize("flat", [False, True])
 @pytest.mark.parametrize("name, parent_type", [("glm4", "glm4v"), ("glm4_moe", "glm4v_moe")])
-def test_the_text_model_of_glm_with_vision_is_a_glm4(tmp_path, name, parent_type):
+def test_the_text_model_of_glm_with_vision_is_a_glm4(tmp_path, name, parent_type, flat):
+    """GLM-4.1V was published without a text_config."""
     case = load_case(name)
     directory = write_checkpoint(tmp_path / "text", case)
     model, _ = load_model(directory)
     text = {**case.config, "model_type": f"{parent_type}_text"}
     rope = text.get("rope_scaling") or {"rope_type": "default"}
     text["rope_scaling"] = {**rope, "mrope_section": [8, 12, 12]}
-    config = {"model_type": parent_type, "text_config": text, "vision_config": {}, "video_start_token_id": 5}
+    vision = {"model_type": parent_type, "vision_config": {}, "video_start_token_id": 5}
+    config = {**(text if flat else {"text_config": text}), **vision}
     named = {
         name.replace("model.", "model.language_model.", 1): tensor
         for name, tensor in load_file(directory / "model.safetensors").items()

@@ -31,10 +31,12 @@ GLM4V = Parent(
     "Glm4vForConditionalGeneration",
     (_text("glm4v_text", GLM4, max_position_embeddings=32768, rms_norm_eps=1e-5, head_dim=None),),
     OTHERS,
+    flat=True,
 )
 GLM4V_MOE = Parent(
     "glm4v_moe",
     "Glm4vMoeForConditionalGeneration",
     (_text("glm4v_moe_text", GLM4_MOE, max_position_embeddings=65536, attention_bias=True),),
     OTHERS,
+    flat=True,
 )
