@@ -170,8 +170,7 @@ def _open(source: Source, wanted: np.dtype | None, hf_config: Mapping[str, Any])
             stored_names = quantization.dequantized({name: stored_names[name] for name in stored_names if name in own})
         tensors = {name: stored_names[stored] for name, stored in family.own_names(stored_names, hf_config).items()}
         if ties_differ(hf_config) and family.tensor_of("lm_head.weight") not in tensors:
-            text = {**hf_config["text_config"], "tie_word_embeddings": True}
-            config = family.config_from_hf({**hf_config, "tie_word_embeddings": True, "text_config": text})
+            config = dataclasses.replace(config, tie_word_embeddings=True)
         _check_size(config, tensors, source)
         params = _oriented(parameters(DecoderModel.types(config), family.table_for(tensors)), tensors)
         if quantization is not None:

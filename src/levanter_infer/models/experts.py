@@ -1,5 +1,7 @@
 """Parts that families with experts share: the layers that have experts, DeepSeek-V3's keys, tables of tensors."""
 
+import dataclasses
+import math
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -77,37 +79,62 @@ def check_chosen(hf: HfConfig, key: str, chosen: int, experts: int) -> int:
     return chosen
 
 
-def read_deepseek_experts(
-    hf: HfConfig, sizes: Sizes, *, experts: int, chosen: int, width: int, groups: tuple[int, int], scale: float
+def read_deepseek_experts(hf: HfConfig, sizes: Sizes, **defaults: Any) -> ExpertsBlock:
+    """Experts with DeepSeek-V3's router: sigmoids, a selection bias and groups. Args: as in `read_grouped_experts`."""
+    hf.only("scoring_func", "sigmoid")
+    hf.only("topk_method", "noaux_tc")
+    router = Router(Score.SIGMOID, selection_bias=SelectionBias.ON_SCORES, exact_logits=True)
+    return read_grouped_experts(hf, sizes, router, **defaults)
+
+
+def read_grouped_experts(
+    hf: HfConfig,
+    sizes: Sizes,
+    router: Router,
+    *,
+    experts: int,
+    chosen: int,
+    width: int,
+    groups: tuple[int, int],
+    scale: float,
+    left_out: float = -math.inf,
 ) -> ExpertsBlock:
-    """Experts with DeepSeek-V3's router: sigmoids, a selection bias and groups. Args: HF's defaults."""
+    """Experts with DeepSeek-V3's keys.
+
+    Args:
+        router: what the keys do not say of it.
+        experts, chosen, width, groups, scale: HF's defaults.
+        left_out: as in `Groups`.
+    """
     experts = hf.count("n_routed_experts", experts)
     chosen = check_chosen(hf, "num_experts_per_tok", hf.count("num_experts_per_tok", chosen), experts)
     width, num_shared = hf.count("moe_intermediate_size", width), hf.size("n_shared_experts", 1)
-    hf.only("scoring_func", "sigmoid")
-    hf.only("topk_method", "noaux_tc")
-    router = Router(
-        Score.SIGMOID,
+    router = dataclasses.replace(
+        router,
         normalize=hf.flag("norm_topk_prob", True),
         sum_eps=1e-20,
         scale=hf.number("routed_scaling_factor", scale),
-        selection_bias=SelectionBias.ON_SCORES,
-        groups=read_groups(hf, experts, chosen, groups),
-        exact_logits=True,
+        groups=read_groups(hf, experts, chosen, groups, left_out=left_out),
     )
-    shared = num_shared * width or None
-    return ExpertsBlock(experts, chosen, width, router, sizes.activation, shared_width=shared)
+    return ExpertsBlock(experts, chosen, width, router, sizes.activation, shared_width=num_shared * width or None)
 
 
-def read_groups(hf: HfConfig, experts: int, chosen: int, defaults: tuple[int, int]) -> Groups | None:
-    """The groups of experts; None where there is one group only. Args: defaults: HF's, of both keys."""
+def read_groups(
+    hf: HfConfig, experts: int, chosen: int, defaults: tuple[int, int], *, left_out: float = -math.inf
+) -> Groups | None:
+    """The groups of experts; None where there is one group only.
+
+    Args:
+        defaults: HF's, of both keys.
+        left_out: as in `Groups`.
+    """
     number = hf.count("n_group", defaults[0], null=1)
     best = hf.count("topk_group", defaults[1], null=1)
     if experts % number or best > number:
         raise hf.fail("n_group", f"a divisor of the number of experts, {experts}, and at least topk_group={best}")
     if experts // number * best < chosen:
         raise hf.fail("topk_group", f"enough groups of {experts // number} experts for num_experts_per_tok={chosen}")
-    return None if best == number else Groups(number, best)
+    return None if best == number else Groups(number, best, left_out=left_out)
 
 
 DENSE, SPARSE = "dense", "sparse"
@@ -139,7 +166,7 @@ def deepseek_experts_to_hf(config: DecoderConfig) -> dict[str, Any]:
 
 
 def router_to_hf(experts: ExpertsBlock) -> dict[str, Any]:
-    """The inverse of `read_deepseek_experts`."""
+    """The inverse of `read_grouped_experts`."""
     groups = experts.router.groups or Groups(1, 1)
     return {
         "n_routed_experts": experts.num_experts,

@@ -4,21 +4,19 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from levanter_infer.layers.moe import ExpertsBlock
 from levanter_infer.layers.rotary import RopeConfig
-from levanter_infer.layers.router import Groups, Router
+from levanter_infer.layers.router import Router
 from levanter_infer.models import ministral3
 from levanter_infer.models.blocks import Block
 from levanter_infer.models.config import DecoderConfig
 from levanter_infer.models.experts import (
     DEEPSEEK_EXPERT_TENSORS,
-    check_chosen,
     deepseek_experts_to_hf,
     feed_forwards,
-    read_groups,
+    read_grouped_experts,
     stacked_experts,
 )
-from levanter_infer.models.family import Family, Sizes
+from levanter_infer.models.family import Family
 from levanter_infer.models.hf_config import HfConfig
 from levanter_infer.models.latent import latent_attention_to_hf, latent_tensors, read_latent_attention
 from levanter_infer.models.tensors import replaced
@@ -61,26 +59,13 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     # Scores are not multiplied by YaRN's mscale squared, as DeepSeek's are. Mistral's own params.json says so
     # (`apply_scale: false`), and `mscale` = `mscale_all_dim` stands for it here. transformers 5.23 multiplies.
     attention = dataclasses.replace(attention, scale=(nope + rope_dim) ** -0.5)
-    parts = feed_forwards(
-        sizes.num_layers, _experts(hf, sizes), sizes.dense(), first=hf.size("first_k_dense_replace", 0)
+    experts = read_grouped_experts(
+        hf, sizes, Router(), experts=128, chosen=4, width=2048, groups=(1, 1), scale=1.0, left_out=0.0
     )
+    parts = feed_forwards(sizes.num_layers, experts, sizes.dense(), first=hf.size("first_k_dense_replace", 0))
     hf.only("mlp_bias", False)
     hf.finish()
     return sizes.decoder("mistral4", [Block(attention, part, sizes.norm()) for part in parts])
-
-
-def _experts(hf: HfConfig, sizes: Sizes) -> ExpertsBlock:
-    number = hf.count("n_routed_experts", 128)
-    chosen = check_chosen(hf, "num_experts_per_tok", hf.count("num_experts_per_tok", 4), number)
-    width, num_shared = hf.count("moe_intermediate_size", 2048), hf.size("n_shared_experts", 1)
-    groups = read_groups(hf, number, chosen, (1, 1))
-    router = Router(
-        normalize=hf.flag("norm_topk_prob", True),
-        sum_eps=1e-20,
-        scale=hf.number("routed_scaling_factor", 1.0),
-        groups=None if groups is None else Groups(groups.number, groups.chosen, left_out=0.0),
-    )
-    return ExpertsBlock(number, chosen, width, router, sizes.activation, shared_width=num_shared * width or None)
 
 
 def config_to_hf(config: DecoderConfig) -> dict[str, Any]:

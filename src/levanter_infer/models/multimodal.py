@@ -58,12 +58,11 @@ class Parent:
     def _text_of(self, raw: Mapping[str, Any]) -> dict[str, Any]:
         if self._is_flat(raw):
             return {key: value for key, value in raw.items() if key not in (*self.others, "model_type")}
-        text = HfConfig(raw).text_config()
-        if self.flat:
-            raw = {key: value for key, value in raw.items() if key not in text or key == "tie_word_embeddings"}
         hf = HfConfig(raw)
-        hf.text_config(*self.others)
+        text = hf.text_config(*self.others)
         hf.own_code(*self.modules)
+        if self.flat:
+            hf.ignore(*text)
         hf.finish()
         return {key: value for key, value in text.items() if not (self.flat and key in self.others)}
 
