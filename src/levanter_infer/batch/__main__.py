@@ -82,6 +82,11 @@ class StopSignal:
     def is_set(self) -> bool:
         return self.received is not None
 
+    @property
+    def exit_status(self) -> int:
+        """Of a run that a signal has stopped."""
+        return 130 if self.received == signal.SIGINT else 0
+
     def _receive(self, number: int, _) -> None:
         again = self.received is not None
         self.received = number
@@ -128,7 +133,7 @@ def run(config: BatchRunConfig) -> int:
                 return _run(config, stop)
         except Stopped:
             say("stopped   before anything was in progress; the same command goes on")
-            return 130 if stop.received == signal.SIGINT else 0
+            return stop.exit_status
 
 
 def _run(config: BatchRunConfig, stop: StopSignal) -> int:
@@ -146,7 +151,7 @@ def _run(config: BatchRunConfig, stop: StopSignal) -> int:
                 worker, totals = work_on_ray(config)
             except Stopped:
                 say("stopped   what was finished is safe, and the same command goes on")
-                return 130 if stop.received == signal.SIGINT else 0
+                return stop.exit_status
             return _end(worker, totals, time.monotonic() - begin)
         worker = open_worker(config, hosts)
         if worker.engine is None:
@@ -163,7 +168,7 @@ def _run(config: BatchRunConfig, stop: StopSignal) -> int:
             if worker.mesh_hosts is None or worker.mesh_hosts.is_lead:
                 worker.job.check_current()
             say(f"stopped   {_done_text(totals, seconds)}; all of it is safe, and the same command goes on")
-            return 130 if stop.received == signal.SIGINT else 0
+            return stop.exit_status
         return _end(worker, totals, seconds)
 
 

@@ -30,6 +30,7 @@ from levanter_infer.io.prompts import (
     no_columns,
     parse_line,
     row_id,
+    unknown_id,
     without_mark,
 )
 from levanter_infer.runtime.progress import stage
@@ -399,7 +400,7 @@ class _Ids:
     def add(self, given: str | None, row: int, is_unknown: bool) -> None:
         """Args: is_unknown: `has_unknown_id`; the row's own name differs from all others."""
         self.any_given = self.any_given or given is not None
-        name = f"row {row}" if is_unknown else str(row) if given is None else given
+        name = unknown_id(row) if is_unknown else str(row) if given is None else given
         digest = hashlib.blake2b(name.encode("utf-8", "surrogatepass"), digest_size=8).digest()
         self._hashes.append(int.from_bytes(digest, "little"))
 

@@ -81,7 +81,7 @@ def read_rows(config: RunConfig, *, completions: bool = False, columns: Columns 
         if number == MAX_ROWS:
             raise ValueError(f"{where}: more than {MAX_ROWS} rows; split the file")
         named = named or given_id(content) is not None
-        row = parser.row(content, row_id(content, number, named=False), where)
+        row = parser.row(content, str(number), where)
         rows.append(row)
         if has_unknown_id(content):
             unknown.append((number, where))
@@ -93,7 +93,7 @@ def read_rows(config: RunConfig, *, completions: bool = False, columns: Columns 
     if not rows:
         raise ValueError(f"{config.prompts_file} has no rows; expected at least one prompt")
     for number, where in unknown if named else ():
-        name = f"row {number}"
+        name = unknown_id(number)
         rows[number] = dataclasses.replace(rows[number], id=where if name in seen else name)
     return rows
 
@@ -240,17 +240,22 @@ def has_unknown_id(content: Any) -> bool:
     return given_id(content) is None and (not isinstance(content, dict) or content.get("id") is not None)
 
 
+def unknown_id(number: int) -> str:
+    """The id of a row of which `has_unknown_id` is true, where other rows give themselves ids, which may be numbers."""
+    return f"row {number}"
+
+
 def row_id(content: Any, number: int, *, named: bool) -> str:
     """The id of a row, also of a malformed one: the one that it gives itself, or its number.
 
     Args:
         number: of the row, from 0.
-        named: whether rows give themselves ids, which may be numbers: one whose id is unknown is `row NUMBER` then.
+        named: whether rows give themselves ids: one whose id is unknown has `unknown_id` then.
     """
     given = given_id(content)
     if given is not None:
         return given
-    return f"row {number}" if named and has_unknown_id(content) else str(number)
+    return unknown_id(number) if named and has_unknown_id(content) else str(number)
 
 
 @dataclasses.dataclass(frozen=True)
