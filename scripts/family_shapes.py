@@ -110,6 +110,9 @@ SHAPES: dict[str, tuple[AttentionShape, ...]] = {
     "kimi_k2": _latents(64),
     "kimi_linear": _latents(32),
     "glm4_moe_lite": _latents(20),
+    # Index keys are stored behind the latents of layers with an indexer; the kernel serves sequences without a choice
+    "deepseek_v32": _latents(128, size=704),
+    "glm_moe_dsa": (*_latents(64, size=704), *_latents(64)),
     "minicpm3": _latents(40, size=288, value_dim=256),
     "youtu": _latents(16),
     "mistral4": _latents(32, size=320, value_dim=256),

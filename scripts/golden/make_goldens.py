@@ -71,7 +71,7 @@ def build_model(name: str, config: dict, *, strict: bool = True, zeroed: str | N
 READ_FROM_FILES = (
     *("mixtral", "granitemoe", "olmoe", "qwen2_moe", "glm4_moe", "minimax_m2", "ernie4_5_moe", "hunyuan_v1_moe"),
     "phimoe",
-    *("granitemoeshared", "deepseek_v2", "deepseek_v3", "kimi_k2", "glm4_moe_lite"),
+    *("granitemoeshared", "deepseek_v2", "deepseek_v3", "kimi_k2", "glm4_moe_lite", "deepseek_v32", "glm_moe_dsa"),
     *("qwen3_next", "qwen3_5_moe_text", "granitemoehybrid", "nemotron_h", "kimi_linear"),
     *("lfm2_moe", "olmo_hybrid"),
 )

@@ -35,6 +35,8 @@ VALUE_SIZE = "value_size"  # its columns
 GATE_RANK = "gate_rank"  # numbers from which Kimi delta attention computes the decays, or the gate, of all channels
 LATENT = "latent"  # numbers from which latent attention computes the keys and values of all heads of a token
 Q_LATENT = "q_latent"  # numbers from which it computes their queries
+INDEX_HEADS = "index_head"  # heads of an indexer, which chooses the keys of attention
+INDEX_WEIGHT = "index_weight"  # the weight of each of its heads, which a token has
 PANEL = "panel"  # groups of outputs whose weights a CPU reads together
 PANEL_SIZE = "panel_size"  # the weights of one panel
 

@@ -16,6 +16,7 @@ from levanter_infer.engine.engine import InferenceEngine
 from levanter_infer.engine.params import SamplingParams
 from levanter_infer.engine.pure import generate
 from levanter_infer.engine.request import Request
+from levanter_infer.layers.indexer import Choice
 from levanter_infer.models.decoder import PLAIN
 from tests.tiny_models import tiny_model
 
@@ -58,7 +59,7 @@ def _plain(model, tokens):
             model.stacks[stack],
             is_leaf=lambda part: isinstance(part, NamedArray),
         )
-        x, _ = layer(x, block, functools.partial(layer.attention.dense, inputs=inputs(block)), seen.append)
+        x, _ = layer(x, block, functools.partial(layer.attention.dense, inputs=inputs(block, Choice())), seen.append)
     return jnp.stack(seen, axis=1)
 
 

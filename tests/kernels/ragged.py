@@ -26,7 +26,7 @@ CALLS_MODS = tuple(impl for impl in RUNS_HERE if impl != "cpu")
 
 def attention_call(
     q, kv_pages, *, layer, page_indices, seq_lens, cu_q_lens, num_seqs, backend: Backend, kv_dtype=None, kv_heads=None,
-    sinks=None, value_dim=None, **rules,
+    sinks=None, value_dim=None, index_dim=0, chosen=None, **rules,
 ) -> AttentionCall:  # fmt: skip
     """The call for arrays by name; rules: the fields of `ScoreRules`."""
     return AttentionCall(
@@ -43,6 +43,8 @@ def attention_call(
         page_size=kv_pages.shape[backend.pool_order.index(2)],
         sinks=sinks,
         value_dim=value_dim,
+        index_dim=index_dim,
+        chosen=chosen,
     )
 
 
@@ -194,9 +196,14 @@ def dense_attention(
     sinks: np.ndarray | None = None,
     score_mod=None,
     mask_mod=None,
+    chosen: np.ndarray | None = None,
 ) -> np.ndarray:
-    """The oracle: attention in f64, one row, query and head at a time. `sinks`: None for the batch's own, if it has
-    some."""
+    """The oracle: attention in f64, one row, query and head at a time.
+
+    Args:
+        sinks: None for the batch's own, if it has some.
+        chosen: positions [token, n] that each token sees, and others that no sequence has; None: all.
+    """
     sizes = batch.sizes
     if sizes.sinks and sinks is None:
         sinks = np.asarray(batch.arrays["sinks"], np.float64)
@@ -215,6 +222,8 @@ def dense_attention(
                 kv_pos = np.arange(first, q_pos + 1)
                 if mask_mod is not None:
                     kv_pos = kv_pos[np.asarray(mask_mod(q_pos, kv_pos, head), bool)]
+                if chosen is not None:
+                    kv_pos = np.intersect1d(kv_pos, chosen[token + i])
                 if kv_pos.size == 0:
                     continue
                 scores = k[kv_pos, kv_head].astype(np.float64) @ q[i, head] * scale

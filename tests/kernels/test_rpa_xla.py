@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from levanter_infer.kernels.xla import attention as rpa_xla
+from levanter_infer.kernels.xla import blocks
 from tests.hlo import pool_copies
 from tests.kernels.ragged import LAYERS, Sizes, attend, bits, make_ragged
 from tests.tiers import nightly_but
@@ -108,16 +109,16 @@ def test_poison_in_another_row_changes_no_bits():
 @pytest.mark.parametrize("tile", [3, 16])
 def test_bits_do_not_depend_on_the_tile(tile, monkeypatch):
     batch = make_ragged(SIZES, MIXED)
-    used = rpa_xla.lanes(200, 8, 2, 3, 128)
-    monkeypatch.setattr(rpa_xla, "lanes", lambda *_: tuple(replace(lane, tile=tile) for lane in used))
+    used = blocks.lanes(200, 8, 2, 3, 128)
+    monkeypatch.setattr(blocks, "lanes", lambda *_: tuple(replace(lane, tile=tile) for lane in used))
     np.testing.assert_array_equal(bits(retraced(batch)), bits(xla(batch.arrays)))
 
 
 @pytest.mark.parametrize("block_q, group", nightly_but([(6, 40)], [(1, 16), (6, 40), (64, 512)]))
 def test_sizes_of_blocks_and_groups_change_only_rounding(block_q, group, monkeypatch):
     batch = make_ragged(SIZES, MIXED)
-    monkeypatch.setattr(rpa_xla, "lanes", lambda *_: (rpa_xla.Lane(block_q, 1), rpa_xla.Lane(block_q, 3)))
-    monkeypatch.setattr(rpa_xla, "_GROUP_TOKENS", group)
+    monkeypatch.setattr(blocks, "lanes", lambda *_: (blocks.Lane(block_q, 1), blocks.Lane(block_q, 3)))
+    monkeypatch.setattr(rpa_xla, "GROUP_TOKENS", group)
     np.testing.assert_allclose(retraced(batch), xla(batch.arrays), atol=1e-5)
 
 

@@ -4,25 +4,30 @@ import dataclasses
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import equinox as eqx
 import haliax as hax
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from levanter_infer.axes import POSITION
 from levanter_infer.cache.memory import Latents
 from levanter_infer.checkpoints.load import load_model, load_weights
-from levanter_infer.checkpoints.save import save_model
 from levanter_infer.checkpoints.source import resolve_source
 from levanter_infer.engine.config import EngineConfig
 from levanter_infer.engine.engine import InferenceEngine
-from levanter_infer.engine.sizes import resolve_shapes
+from levanter_infer.engine.params import SamplingParams
+from levanter_infer.engine.request import Request
+from levanter_infer.kernels.backend import Task, Work
+from levanter_infer.kernels.registry import BACKENDS
 from levanter_infer.layers.latent_attention import LatentAttentionBlock
+from levanter_infer.models.blocks import Block
 from levanter_infer.models.decoder import DecoderModel
 from levanter_infer.models.registry import family_for
+from tests.family_cases import SIZES, golden_prompts, golden_requests, sampled_requests, samples
 from tests.golden_cases import load_case, write_checkpoint
 
 DEEPSEEK_V3 = json.loads((Path(__file__).parents[2] / "configs/shapes/deepseek-v3.json").read_text())
@@ -199,50 +204,125 @@ GLM_5 = {
 }
 
 
-def test_sparse_attention_is_served_as_far_as_it_is_dense():
+def test_sparse_attention_has_indexers():
     v32, v3, glm = parse(DEEPSEEK_V32), parse(DEEPSEEK_V3), parse(GLM_5)
-    assert v32.blocks == v3.blocks and v32.num_parameters == v3.num_parameters
-    assert round(glm.num_parameters / 1e9) == 743 and glm.model_type == "glm4_moe_lite"
-    types, sizes = DecoderModel.types(v32), {"max_seqs": 2, "max_pages": 512}
-    assert resolve_shapes(EngineConfig(**sizes), types, 1).max_seq_len == 2048
-    message = r"the model's attention is sparse beyond 2048 tokens \(index_topk\), which is not implemented"
-    with pytest.raises(ValueError, match=f"engine.max_seq_len=2049: {message}; sequences of at most 2048 tokens"):
-        resolve_shapes(EngineConfig(max_seq_len=2049, **sizes), types, 1)
-    with pytest.raises(ValueError, match=f"a sequence of 2049 tokens: {message}"):
-        types(hax.zeros(hax.Axis("position", 2049), dtype=np.int32))
-    assert parse({**DEEPSEEK_V32, "index_topk": 2**20}).max_position_embeddings == 163840
+    of_one = 64 * 128 * 1536 + (128 + 64) * 7168 + 2 * 128
+    assert v32.num_parameters == v3.num_parameters + 61 * of_one
+    assert v32.num_chosen == 2048 and v32.chooses_keys(2049) and not v32.chooses_keys(2048)
+    assert [spec.memory for spec in v32.pools] == [Latents(576 + 128)] and not v32.attention[0].indexer.interleaved
+    assert [(spec.memory, len(spec.layers)) for spec in glm.pools] == [(Latents(704), 39), (Latents(576), 39)]
+    assert round(glm.num_parameters / 1e9) == 744 and glm.attention[0].indexer.interleaved
+    assert [mixer.shares_choice for mixer in glm.attention] == [False, True] * 39
     for changes, refused in (
         ({"index_topk": 0}, "index_topk=0, expected a whole number"),
         ({"index_local_window": 64}, "'index_local_window' "),
         ({"rope_interleave": False}, "rope_interleave=False, expected True"),
         ({"layer_types": ["full_attention"]}, "layer_types="),
+        ({"indexer_types": ["full"]}, "indexer_types=.*, expected one entry for each of num_hidden_layers=78"),
+        ({"indexer_types": ["shared", "full"] * 39}, "shares a choice of keys, expected an indexer"),
+        ({"indexer_types": None, "index_topk_pattern": "FSX"}, "index_topk_pattern='FSX', expected a letter F or S"),
+        ({"q_lora_rank": None}, "an indexer computes its queries from the latent of queries"),
+        ({"index_head_dim": 32}, "heads of an indexer have 32 numbers, of which 64 rotate"),
     ):
         with pytest.raises(ValueError, match=refused):
             parse(GLM_5, **changes)
 
 
-@pytest.mark.parametrize("model_type", ["deepseek_v32", "glm_moe_dsa"])
-def test_indexers_are_not_read(tmp_path, model_type):
-    """A model with an indexer in some layers, and one more layer for multi-token prediction."""
-    case = load_case("glm4_moe_lite_untied")
-    plain, _ = load_model(write_checkpoint(tmp_path / "plain", case))
-    tensors = load_file(tmp_path / "plain" / "model.safetensors")
-    last = case.config["num_hidden_layers"]
-    for layer in (0, 2, last):
-        for name in ("wq_b.weight", "wk.weight", "k_norm.weight", "k_norm.bias", "weights_proj.weight"):
-            tensors[f"model.layers.{layer}.self_attn.indexer.{name}"] = np.ones(3, np.float32)
-    keys = {**case.config, **DSA, "index_topk": 64, "model_type": model_type, "num_nextn_predict_layers": 1}
-    keys["first_k_dense_replace"] = 1
-    del keys["mlp_layer_types"]
-    directory = tmp_path / "sparse"
-    directory.mkdir()
-    (directory / "config.json").write_text(json.dumps(keys))
-    save_file(tensors, directory / "model.safetensors")
+@pytest.mark.parametrize(
+    "keys, expected",
+    [
+        ({}, "FFFFFFFF"),
+        ({"index_topk_freq": 4}, "FFSSSFSS"),
+        ({"index_topk_freq": 2, "index_skip_topk_offset": 0}, "SFSFSFSF"),
+        ({"index_topk_freq": 2, "index_skip_topk_offset": 3}, "FFFSFSFS"),
+        ({"index_topk_pattern": "FSSFSSFS", "index_topk_freq": 4}, "FSSFSSFS"),
+        ({"indexer_types": ["full", *["shared"] * 7], "index_topk_pattern": "FFFFFFFF"}, "FSSSSSSS"),
+    ],
+)
+def test_layers_with_an_indexer_are_those_of_transformers(keys, expected):
+    """transformers 5.24, GlmMoeDsaConfig."""
+    raw = {key: value for key, value in GLM_5.items() if key not in ("indexer_types", "layer_types")}
+    if expected.startswith("S"):
+        with pytest.raises(ValueError, match="shares a choice of keys, expected an indexer"):
+            parse({**raw, "num_hidden_layers": 8, **keys})
+        return
+    found = parse({**raw, "num_hidden_layers": 8, **keys})
+    assert "".join("S" if mixer.shares_choice else "F" for mixer in found.attention) == expected
+
+
+def test_backends_that_choose_no_keys_serve_sequences_that_need_no_choice():
+    types = DecoderModel.types(parse(DEEPSEEK_V32))
+
+    def task(max_seq_len: int) -> Task:
+        chooses = types.config.chooses_keys(max_seq_len)
+        return Task(Work.ATTENTION, SimpleNamespace(platform="tpu"), jnp.dtype(jnp.bfloat16), chooses_keys=chooses)
+
+    assert BACKENDS["tpu"].refusal(task(2048)) is None and BACKENDS["xla"].refusal(task(4096)) is None
+    assert "an indexer chooses the keys of attention" in str(BACKENDS["tpu"].refusal(task(2049)))
+
+
+@pytest.fixture(scope="module", params=["deepseek_v32", "glm_moe_dsa"])
+def sparse(request, tmp_path_factory):
+    case = load_case(request.param)
+    model, _ = load_model(write_checkpoint(tmp_path_factory.mktemp(request.param), case), dtype="float32")
+    return case, model
+
+
+def test_sparse_attention_over_pages_is_hf(sparse):
+    """Prompts in chunks, beside decode tokens of others, longer and shorter than an indexer chooses."""
+    case, model = sparse
+    engine = InferenceEngine(model, config=EngineConfig(**SIZES))
+    requests = golden_requests(case)
+    found = [samples(output)[0] for output in engine.generate([*requests, *sampled_requests(256), *requests])]
+    for prompt, sample, again in zip(golden_prompts(case), found[:2], found[-2:], strict=True):
+        assert sample.tokens == again.tokens == prompt.greedy.tolist()
+        np.testing.assert_allclose(sample.logprobs, prompt.greedy_logprobs, rtol=0, atol=2 * prompt.bound)
+        np.testing.assert_allclose(again.logprobs, sample.logprobs, rtol=0, atol=1e-4)
+
+
+def test_sequences_that_need_no_choice_are_dense(sparse):
+    """With no more tokens than are chosen, a model is that without its indexer, whose attention kernels compute."""
+    case, model = sparse
+    assert case.config["index_topk"] == 13
+    config = dataclasses.replace(model.config, blocks=tuple(map(_dense, model.config.blocks)))
+    stacks = tuple(
+        eqx.tree_at(lambda s: s.attention.indexer, stack, None, is_leaf=lambda part: part is None)
+        for stack in model.stacks
+    )
+    tokens = hax.named(jnp.arange(13, dtype=jnp.int32), POSITION)
+    if len(config.stacks) == len(stacks):
+        plain = dataclasses.replace(model, config=config, stacks=stacks)
+        np.testing.assert_array_equal(plain(tokens).array, model(tokens).array)
+    prompt = case.prompts[0].tokens[:5].tolist()
+    greedy = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, logprobs=0)
+    request = Request(prompt_token_ids=prompt, sampling=greedy)
+    short, long = (InferenceEngine(model, config=EngineConfig(**{**SIZES, "max_seq_len": n})) for n in (13, 14))
+    (one,), (other,) = (samples(engine.generate([request])[0]) for engine in (short, long))
+    assert one.tokens == other.tokens and len(one.tokens) == 8
+    np.testing.assert_allclose(one.logprobs, other.logprobs, rtol=0, atol=1e-4)
+
+
+def _dense(block: Block) -> Block:
+    assert isinstance(block.mixer, LatentAttentionBlock)
+    return dataclasses.replace(block, mixer=dataclasses.replace(block.mixer, indexer=None, shares_choice=False))
+
+
+def test_indexers_of_layers_that_share_a_choice_are_not_read(tmp_path):
+    case = load_case("glm_moe_dsa")
+    directory = write_checkpoint(tmp_path, case)
     model, _ = load_model(directory)
-    assert model.config == dataclasses.replace(plain.config, max_position_embeddings=64, sparse_beyond=64)
-    assert all(jax.tree.leaves(jax.tree.map(lambda a, b: bool((a == b).all()), model.stacks, plain.stacks)))
-    save_model(model, tmp_path / "dense")
-    saved, _ = load_model(tmp_path / "dense")
-    assert saved.config == model.config and "indexer" not in str(list(load_file(tmp_path / "dense/model.safetensors")))
-    engine = InferenceEngine(model, config=EngineConfig(max_seqs=2, max_seq_len=32, max_pages=16))
-    engine.swap_weights(tmp_path / "dense", version=1)
+    tensors = load_file(directory / "model.safetensors")
+    tensors["model.layers.1.self_attn.indexer.wk.weight"] = np.ones(3, np.float32)
+    save_file(tensors, directory / "model.safetensors")
+    assert eqx.tree_equal(load_model(directory)[0], model)
+    tensors["model.layers.0.self_attn.indexer.wk.weight"] = np.ones(3, np.float32)
+    save_file(tensors, directory / "model.safetensors")
+    with pytest.raises(ValueError, match="layers.0.self_attn.indexer.wk.weight"):
+        load_model(directory)
+
+
+def test_batch_invariant_numerics_are_refused_where_keys_are_chosen(sparse):
+    _, model = sparse
+    with pytest.raises(ValueError, match="attention=cpu on cpu: XLA computes the choice of keys"):
+        InferenceEngine(model, config=EngineConfig(**SIZES, numerics="batch_invariant"))
+    InferenceEngine(model, config=EngineConfig(**{**SIZES, "max_seq_len": 13}, numerics="batch_invariant"))

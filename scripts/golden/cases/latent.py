@@ -195,3 +195,31 @@ CASES |= {
         changes=({"rope_interleave": False}, {"routed_scaling_factor": 1.0}, *OTHER_MSCALES),
     ),
 }
+DEEPSEEK_V32 = {
+    **{k: v for k, v in DEEPSEEK_V3.items() if k not in ("rope_scaling", "rope_theta")},
+    "model_type": "deepseek_v32",
+    "architectures": ["DeepseekV32ForCausalLM"],
+    "rope_parameters": {**YARN, "rope_theta": 1e4},
+    "index_topk": 13,
+    "index_n_heads": 18,
+    "index_head_dim": 22,
+}
+GLM_MOE_DSA = {
+    **DEEPSEEK_V32,
+    "model_type": "glm_moe_dsa",
+    "architectures": ["GlmMoeDsaForCausalLM"],
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+    "num_hidden_layers": 5,
+    "indexer_types": ["full", "shared", "full", "full", "shared"],
+    "mlp_layer_types": ["dense", "sparse", "sparse", "dense", "sparse"],
+}
+DSA_CHANGES = ({"index_topk": 4}, {"index_topk": 512})
+CASES |= {
+    "deepseek_v32": Case(DEEPSEEK_V32, (7, 41), {"index_topk": 512}, changes=DSA_CHANGES),
+    "glm_moe_dsa": Case(
+        {**GLM_MOE_DSA, "n_group": 1, "topk_group": 1, "attention_bias": True},
+        (10, 36),
+        {"index_topk": 512},
+        changes=DSA_CHANGES,
+    ),
+}

@@ -16,7 +16,7 @@ from levanter_infer.decode.shapes import Shapes
 from levanter_infer.engine.config import EngineConfig
 from levanter_infer.engine.instructions import Choice, choose, usable_isas
 from levanter_infer.engine.row_audit import audit_rows, library_matmul
-from levanter_infer.engine.sizes import kv_dtype, page_bytes
+from levanter_infer.engine.sizes import kv_dtype, max_seq_len_of, page_bytes
 from levanter_infer.kernels.backend import Backend, Platform, Task, Work
 from levanter_infer.kernels.registry import BACKENDS, make_backend, platform_of
 from levanter_infer.kernels.xla.backend import XLA
@@ -77,6 +77,7 @@ class BackendChoice:
                 num_devices=layout.mesh.size,
                 is_sharded=not layout.is_replicated,
                 has_mods=has_mods,
+                chooses_keys=model.config.chooses_keys(max_seq_len_of(config, model.config)),
             )
 
         matmul = task(Work.MATMUL, model.dtype)
@@ -111,7 +112,7 @@ class BackendChoice:
         """
         backends = self.matmul_backend, self.attention_backend
         refusals = [why for each, task in zip(backends, tasks, strict=True) if (why := each.why_not_invariant(task))]
-        if refusals and self.platform == BACKENDS["cpu"].home:
+        if refusals and self.platform == BACKENDS["cpu"].home and {self.matmul, self.attention} != {"cpu"}:
             raise ValueError(
                 'engine.numerics="batch_invariant" needs the kernels for CPUs, for matmuls and for attention; here '
                 f"matmul={self.matmul} and attention={self.attention}: "

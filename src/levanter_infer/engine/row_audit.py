@@ -118,7 +118,9 @@ def _forward(model: DecoderModel, cache: Cache, some: Array):
         new_token_dests=of_rows(TOKEN, _TOKENS),
         page_size=_PAGE,
     )
-    hidden, cache = model.hidden(batch, cache, AttentionSpec(max_seq_len=_TOKENS))
+    # Sequences that need no choice of keys: with one, no engine is batch invariant (`Backend.why_not_invariant`)
+    spec = AttentionSpec(max_seq_len=min(_TOKENS, model.config.num_chosen or _TOKENS))
+    hidden, cache = model.hidden(batch, cache, spec)
     return model.logits(hidden.rename({TOKEN: ROW}), batch.num_seqs.array).array, cache
 
 

@@ -95,6 +95,11 @@ def _num_snapshots(config: EngineConfig, arch: DecoderConfig, free_bytes: Callab
     return max(1, min(2 * config.max_seqs, free_bytes() // 4 // slots_bytes(arch, 1)))
 
 
+def max_seq_len_of(config: EngineConfig, arch) -> int:
+    """Tokens of the longest sequence of an engine. Args: arch: the model's `DecoderConfig`."""
+    return config.max_seq_len or min(arch.max_position_embeddings, 32768)
+
+
 def resolve_shapes(
     config: EngineConfig,
     model,
@@ -116,7 +121,7 @@ def resolve_shapes(
     """
     arch = model.config
     page_size = config.page_size or 16
-    max_seq_len = config.max_seq_len or min(arch.max_position_embeddings, 32768)
+    max_seq_len = max_seq_len_of(config, arch)
     arch.check_length(max_seq_len, f"engine.max_seq_len={max_seq_len}")
     useful = min(step_tokens, config.max_seqs * max_seq_len)
     max_step_tokens = config.max_step_tokens or max(useful, Platform.step_tokens, 4 * config.max_seqs)

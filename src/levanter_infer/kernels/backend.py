@@ -14,7 +14,15 @@ from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 import jax.numpy as jnp
 from jax import Array
 
-from levanter_infer.kernels.call import AttentionCall, GroupedCall, KvWrite, LinearCall, PoolShape, Rotation
+from levanter_infer.kernels.call import (
+    AttentionCall,
+    GroupedCall,
+    IndexQueries,
+    KvWrite,
+    LinearCall,
+    PoolShape,
+    Rotation,
+)
 from levanter_infer.kernels.rules import ScoreRules
 
 
@@ -76,6 +84,8 @@ class Task:
     """Whether the model is sharded over the mesh."""
     has_mods: bool = False
     """Whether there is a `score_mod` or `mask_mod`."""
+    chooses_keys: bool = False
+    """Whether an indexer chooses the keys of attention (`Backend.choose_keys`)."""
 
     @property
     def stored(self) -> str:
@@ -418,6 +428,15 @@ class Backend(ABC):
         """Stored keys and values of all layers, f32[layers, n, 2 * Hkv, D], heads interleaved k0, v0, k1, v1, …; of
         latents f32[layers, n, Hkv, D].
         Args: pages, offsets: i32[n], where each token is stored; anything where a page is none.
+        """
+
+    @abstractmethod
+    def choose_keys(self, call: AttentionCall, queries: IndexQueries) -> Array:
+        """The keys that an indexer chooses for each token, as `AttentionCall.chosen` takes them: i32[T, n] with n =
+        `num_chosen`, or all positions that pages hold if those are fewer. Padding tokens choose none.
+
+        Raises: ValueError for shapes or dtypes that do not fit together, and by backends that do not compute it
+            (`Task.chooses_keys`).
         """
 
     @abstractmethod

@@ -61,6 +61,11 @@ class AttentionCall:
     value_dim: int | None = None
     """The pool is one of latents (`PoolShape.is_latent`), and values are the first `value_dim` numbers of their keys;
     results are [T, Hq, value_dim]. None: values are stored beside keys."""
+    index_dim: int = 0
+    """Numbers of the index key that a token stores behind its latent (`IndexQueries`); 0: it stores none."""
+    chosen: Array | None = None
+    """i32[T, n], ascending positions of the keys that each query sees, in the order of positions, and `NO_KEY` behind
+    them, as `Backend.choose_keys` gives them; of a pool of latents. None: a query sees all keys from 0 to its own."""
 
     @property
     def out_shape(self) -> tuple[int, int, int]:
@@ -88,6 +93,29 @@ class AttentionCall:
         """i32[R], tokens of each row; 0 for rows that are not in use."""
         used = jnp.arange(self.num_rows, dtype=jnp.int32) < self.num_seqs
         return jnp.where(used, self.cu_q_lens[1:] - self.cu_q_lens[:-1], 0)
+
+
+NO_KEY = 2**31 - 1
+"""Position of a key that is none, in `AttentionCall.chosen`."""
+
+
+@dataclass(frozen=True)
+class IndexQueries:
+    """The queries by which an indexer chooses the keys of an `AttentionCall`.
+
+    The score of the key at position s for token t is `Σ_h weights[t, h] · max(q[t, h] · k[s], 0)`, where k[s] is the
+    index key that is stored with it. A token chooses, of the keys from 0 to its own position, the `num_chosen` with the
+    largest scores, and of equal scores the earlier ones.
+
+    Source: DeepSeek sparse attention, report of DeepSeek-V3.2-Exp, section 2.1, equations 1 and 2.
+    """
+
+    q: Array
+    """[T, Hi, index_dim], already rotated; a floating dtype."""
+    weights: Array
+    """[T, Hi]; a floating dtype."""
+    num_chosen: int
+    """Keys of a token, at most."""
 
 
 @dataclass(frozen=True)
@@ -239,6 +267,9 @@ def checked(call: AttentionCall) -> AttentionCall:
     if q.ndim != 3 or not jnp.issubdtype(q.dtype, jnp.floating):
         raise ValueError(f"q: got {q.dtype}{list(q.shape)}, expected a float array [tokens, query heads, head_dim]")
     _check_batch(call)
+    if call.chosen is not None and (call.chosen.ndim, call.chosen.dtype) != (2, jnp.int32):
+        chosen = call.chosen
+        raise ValueError(f"chosen: got {chosen.dtype}{list(chosen.shape)}, expected int32[tokens, keys]")
     for name, per_head in (("alibi_slopes", rules.alibi_slopes), ("sinks", call.sinks)):
         if per_head is not None and per_head.shape != (q.shape[1],):
             raise ValueError(f"{name}: got shape {per_head.shape}, expected one entry per query head, ({q.shape[1]},)")
@@ -269,11 +300,15 @@ def check_pool(call: AttentionCall) -> None:
             "give the whole pool and `layer`, not one layer of it"
         )
     pairs, head_dim = kv_pages.shape[3:]
-    expected, of = (q.shape[2] + 1, " and one for the scale") if kv_dtype == jnp.int8 else (q.shape[2], "")
+    expected, of = q.shape[2] + call.index_dim, f" and index_dim={call.index_dim}" if call.index_dim else ""
+    if kv_dtype == jnp.int8:
+        expected, of = expected + 1, f"{of} and one for the scale"
     if head_dim != expected:
         raise ValueError(f"kv_pages: got head_dim {head_dim}, expected {expected} as in q{of}")
     if call.value_dim is not None:
         _check_latents(call)
+    elif call.index_dim or call.chosen is not None:
+        raise ValueError("index_dim and chosen are for a pool of latents; give value_dim too")
     elif pairs == 0 or pairs % 2 != 0 or q.shape[1] % (pairs // 2) != 0:
         raise ValueError(
             f"kv_pages: got {pairs} interleaved heads for {q.shape[1]} query heads, expected 2 * kv_heads, where "
@@ -302,6 +337,28 @@ def _check_latents(call: AttentionCall) -> None:
         )
     if value_dim is None or not 0 < value_dim <= size:
         raise ValueError(f"value_dim: got {value_dim}, expected 1 to {size}, the numbers of a latent")
+
+
+def check_index(call: AttentionCall, queries: IndexQueries) -> None:
+    """Raises: ValueError for index queries that do not fit the call, which has passed `check_pool`."""
+    tokens, q, weights = call.num_tokens, queries.q, queries.weights
+    if call.index_dim < 1 or q.shape != (tokens, *q.shape[1:2], call.index_dim):
+        raise ValueError(
+            f"index queries: got shape {q.shape}, expected ({tokens}, heads, {call.index_dim}): the tokens of q, and "
+            "index_dim, which is at least 1"
+        )
+    if weights.shape != q.shape[:2]:
+        raise ValueError(f"weights of index queries: got shape {weights.shape}, expected {q.shape[:2]}")
+    if queries.num_chosen < 1:
+        raise ValueError(f"num_chosen: got {queries.num_chosen}, expected at least 1")
+
+
+def with_index_part(call: AttentionCall) -> AttentionCall:
+    """The call with zeros behind its queries for the index keys of the pool: for kernels that read whole tokens, which
+    these zeros then leave out of the scores."""
+    if not call.index_dim:
+        return call
+    return dataclasses.replace(call, q=jnp.pad(call.q, [(0, 0), (0, 0), (0, call.index_dim)]), index_dim=0)
 
 
 def _scalar(name: str, value: ArrayLike) -> Array:

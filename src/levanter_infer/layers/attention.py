@@ -21,6 +21,7 @@ from levanter_infer.kernels import scopes
 from levanter_infer.kernels.backend import Fuse
 from levanter_infer.kernels.call import AttentionCall, Rotation
 from levanter_infer.kernels.rules import MASKED, ScoreRules
+from levanter_infer.layers.indexer import Choice
 from levanter_infer.layers.linear import Fusion, Linear, apply, fold_key, split_key
 from levanter_infer.layers.norm import NormConfig, RMSNorm
 from levanter_infer.layers.rotary import Rope, RopeConfig
@@ -181,6 +182,8 @@ class AttentionInputs:
     spec: AttentionSpec
     query_factor: float = 1.0
     """Factor of queries, which their rotation multiplies in; 1 unless `AttentionBlock.ends_in_rotation`."""
+    choice: Choice = dataclasses.field(default_factory=Choice)
+    """The keys that tokens of layers with sparse attention attend to."""
     convolve_keys: Callable[[NamedArray], NamedArray] | None = None
     """Short convolution of keys [..., kv_head, head_size], before their norm; None: there is none."""
 
@@ -450,19 +453,24 @@ def _clipped(side: NamedArray, block: AttentionBlock) -> NamedArray:
     return side if clip is None else NamedArray(jnp.clip(side.array, -clip, clip), side.axes)
 
 
-def attend_to_all(q: Array, k: Array, v: Array, rules: ScoreRules, sinks: Array | None = None) -> Array:
+def attend_to_all(
+    q: Array, k: Array, v: Array, rules: ScoreRules, sinks: Array | None = None, chosen: Array | None = None
+) -> Array:
     """Attention over plain sequences, the whole matrix of scores at once.
 
     Args:
         q: [..., query, kv_head, group, D]
         k, v: [..., key, kv_head, D] and [..., key, kv_head, size of values]
         sinks: f32[Hq], as in `AttentionCall`.
+        chosen: bool[..., query, key], the keys that each query may see; None: all.
     Returns: f32[..., query, kv_head, group, size of values]
     """
     f32 = jnp.float32
     matmul = jnp.einsum("...qhgd,...khd->...hgqk", q, k, preferred_element_type=f32)
     q_pos, kv_pos, head = _indices(matmul)
     seen = jnp.broadcast_to(rules.seen(q_pos, kv_pos, head), matmul.shape)
+    if chosen is not None:
+        seen = seen & chosen[..., None, None, :, :]
     scores = jnp.where(seen, rules.scores(matmul, q_pos, kv_pos, head), f32(MASKED))
     # A query that sees nothing gives zeros, as over pages.
     weights = jnp.where(seen, jax.nn.softmax(scores, axis=-1), f32(0))

@@ -8,6 +8,9 @@ and a query `[q_nope, q_pe]`. Two forms give the same numbers:
 - absorbed (`paged`): `q_nope · W_UK c = (W_UKᵀ q_nope) · c`, so that a head's query `[W_UKᵀ q_nope, q_pe]` attends to
   the stored `[c, k_pe]`, whose first numbers are the values too; W_UV is applied to the result. To the kernels this is
   attention with one head of keys for all query heads.
+
+Sparse attention (DeepSeek-V3.2) stores an index key behind these, by which an indexer chooses the keys of each token
+(`layers.indexer`). Sequences that have no more tokens than are chosen need no choice.
 """
 
 import dataclasses
@@ -32,7 +35,8 @@ from levanter_infer.kernels.rules import ScoreRules
 from levanter_infer.kernels.xla.backend import XLA, XlaBackend
 from levanter_infer.kernels.xla.linear import as_floats
 from levanter_infer.layers.attention import AttentionInputs, attend_to_all
-from levanter_infer.layers.linear import Fusion, Linear, apply, split_key
+from levanter_infer.layers.indexer import Indexer, IndexerBlock, IndexPart, chosen_of_all
+from levanter_infer.layers.linear import Fusion, Linear, apply, fold_key, split_key
 from levanter_infer.layers.norm import NormConfig, RMSNorm
 from levanter_infer.layers.rotary import RopeConfig
 from levanter_infer.layers.stack import pick_layer
@@ -61,10 +65,24 @@ class LatentAttentionBlock:
     """Factor of q · k; None: (nope_dim + rope_dim) ** -0.5."""
     bias: bool = False
     """Whether the maps to latents and the output projection have biases."""
+    indexer: IndexerBlock | None = None
+    """The indexer that chooses the keys of each token; None: tokens attend to all, unless they share a choice."""
+    shares_choice: bool = False
+    """Whether tokens attend to the keys that the last earlier layer with an indexer has chosen for them."""
 
     def __post_init__(self):
         if self.rope_dim % 2:
             raise ValueError(f"rope_dim={self.rope_dim} is odd; rotary embedding needs an even one")
+        if self.indexer is None:
+            return
+        if self.shares_choice:
+            raise ValueError("a layer with an indexer shares no choice")
+        if self.q_latent_dim is None:
+            raise ValueError("an indexer computes its queries from the latent of queries, and there is none")
+        if self.indexer.head_dim < self.rope_dim:
+            raise ValueError(
+                f"heads of an indexer have {self.indexer.head_dim} numbers, of which {self.rope_dim} rotate"
+            )
 
     @property
     def num_kv_heads(self) -> int:
@@ -73,13 +91,23 @@ class LatentAttentionBlock:
 
     @property
     def head_dim(self) -> int:
-        """Numbers that are stored of a token: its latent and its rotated key."""
+        """Numbers of a token's key: its latent and its rotated key."""
         return self.latent_dim + self.rope_dim
 
     @property
+    def is_sparse(self) -> bool:
+        """Whether tokens attend to chosen keys."""
+        return self.indexer is not None or self.shares_choice
+
+    @property
+    def index_dim(self) -> int:
+        """Numbers of a token's index key; 0: there is none."""
+        return 0 if self.indexer is None else self.indexer.head_dim
+
+    @property
     def memory(self) -> Latents:
-        """Latents of every token."""
-        return Latents(self.head_dim)
+        """Latents of every token, and its index key."""
+        return Latents(self.head_dim + self.index_dim)
 
     @property
     def window(self) -> None:
@@ -89,7 +117,8 @@ class LatentAttentionBlock:
     @property
     def stored(self) -> "LatentAttentionBlock":
         """The block with neutral options that no parameter depends on: blocks that are equal here share a stack."""
-        return dataclasses.replace(self, rope=None, scale=None)
+        indexer = self.indexer and dataclasses.replace(self.indexer, num_chosen=1, interleaved=False)
+        return dataclasses.replace(self, rope=None, scale=None, indexer=indexer, shares_choice=False)
 
     def num_parameters(self, hidden: int) -> int:
         """From the sizes alone. Args: hidden: width of the residual stream."""
@@ -99,7 +128,8 @@ class LatentAttentionBlock:
         rank = self.q_latent_dim
         queries = hidden * q if rank is None else hidden * rank + rank * q + rank
         biases = (kv_a + (rank or 0) + hidden) * self.bias
-        return queries + down + up + self.latent_dim + o * hidden + biases
+        indexer = 0 if self.indexer is None or rank is None else self.indexer.num_parameters(hidden, rank)
+        return queries + down + up + self.latent_dim + o * hidden + biases + indexer
 
 
 class PerHeadLinear(Linear):
@@ -173,6 +203,7 @@ class LatentAttention(eqx.Module):
     """[layers, q_latent]"""
     q_b_proj: Linear | None = None
     """[layers, kv_head, q_heads_per_group, head_size, q_latent]"""
+    indexer: Indexer | None = None
 
     @staticmethod
     def init(
@@ -196,6 +227,9 @@ class LatentAttention(eqx.Module):
         def norm(axis: Axis) -> RMSNorm:
             return RMSNorm.init(batch, axis, config=block.norm, dtype=dtype)
 
+        indexer = None
+        if block.indexer is not None and q_latent is not None:
+            indexer = Indexer.init(batch, embed, q_latent, block.indexer, key=fold_key(key, 1), dtype=dtype)
         query = heads(block.nope_dim + block.rope_dim)
         return LatentAttention(
             kv_a_proj=linear((latent.resize(block.head_dim),), (embed,), block.bias),
@@ -207,6 +241,7 @@ class LatentAttention(eqx.Module):
             q_a_proj=None if q_latent is None else linear((q_latent,), (embed,), block.bias),
             q_a_norm=None if q_latent is None else norm(q_latent),
             q_b_proj=None if q_latent is None else linear(query, (q_latent,)),
+            indexer=indexer,
         )
 
     def paged(
@@ -219,10 +254,11 @@ class LatentAttention(eqx.Module):
             layer: i32[], which layer of the pool.
         Returns: [token, embed] and the pool.
         """
-        q_nope, q_pe, c, k_pe = self._projected(x, around, inputs)
+        q_nope, q_pe, c, k_pe, index = self._projected(x, around, inputs)
         num_tokens = c.shape[0]
         q_nope, q_pe = (part.reshape(num_tokens, -1, part.shape[-1]) for part in (q_nope, q_pe))
-        kv = kv.write_latents(layer, batch, jnp.concatenate([c, k_pe], axis=-1)[:, None])
+        stored = [c, k_pe] if index is None else [c, k_pe, index.keys]
+        kv = kv.write_latents(layer, batch, jnp.concatenate(stored, axis=-1)[:, None])
         call = AttentionCall(
             q=jnp.concatenate([self.k_proj.absorbed(q_nope), q_pe], axis=-1),
             kv_pages=kv.pages.array,
@@ -236,7 +272,11 @@ class LatentAttention(eqx.Module):
             kv_heads=1,
             page_size=batch.page_size,
             value_dim=c.shape[-1],
+            index_dim=inputs.block.index_dim,
         )
+        if inputs.block.is_sparse:
+            choose = None if index is None else lambda: kv.backend.choose_keys(call, index.queries)
+            call = dataclasses.replace(call, chosen=inputs.choice.of_layer(choose))
         with jax.named_scope(scopes.ATTENTION):
             attended = kv.backend.attend(call)
         attended = self.v_proj.expanded(attended).astype(x.dtype)
@@ -250,25 +290,31 @@ class LatentAttention(eqx.Module):
         Args: x: [..., position, embed], position 0 first.
         Returns: [..., position, embed], and no state.
         """
-        q_nope, q_pe, c, k_pe = self._projected(x, around, inputs)
+        q_nope, q_pe, c, k_pe, index = self._projected(x, around, inputs)
         latents = NamedArray(c, (*x.axes[:-1], *self.k_proj.ins))
         k_nope, v = (part.array for part in apply(latents, self.k_proj, self.v_proj))
         k_nope, v = (part.reshape(*c.shape[:-1], -1, part.shape[-1]) for part in (k_nope, v))  # [..., key, head, size]
         k_pe = jnp.broadcast_to(k_pe[..., None, :], (*k_nope.shape[:-1], k_pe.shape[-1]))
         q = jnp.concatenate([q_nope, q_pe], axis=-1).reshape(*c.shape[:-1], k_nope.shape[-2], 1, -1)
-        attended = attend_to_all(q, jnp.concatenate([k_nope, k_pe], axis=-1), v, self._rules(inputs))
+        choose = None if index is None else lambda: chosen_of_all(index)
+        chosen = inputs.choice.of_layer(choose) if inputs.block.is_sparse else None
+        attended = attend_to_all(q, jnp.concatenate([k_nope, k_pe], axis=-1), v, self._rules(inputs), chosen=chosen)
         axes = (*x.axes[:-1], *self.o_proj.ins)
         attended = NamedArray(attended.reshape([axis.size for axis in axes]).astype(x.dtype), axes)
         return apply(attended, self.o_proj, residual=around.residual)[0], None
 
-    def _projected(self, x: NamedArray, around: Fusion, inputs: AttentionInputs) -> tuple[Array, Array, Array, Array]:
+    def _projected(
+        self, x: NamedArray, around: Fusion, inputs: AttentionInputs
+    ) -> tuple[Array, Array, Array, Array, IndexPart | None]:
         """Queries without positions [..., kv_head, q_heads_per_group, nope_dim] and rotated ones [..., rope_dim]; the
-        latents [..., latent], and the rotated keys [..., rope_dim]."""
-        first = self.q_a_proj if self.q_proj is None else self.q_proj
+        latents [..., latent], and the rotated keys [..., rope_dim]; and the part of the indexer, if there is one."""
+        first, indexer = self.q_a_proj if self.q_proj is None else self.q_proj, self.indexer
         assert first is not None
-        q, down = apply(x, first, self.kv_a_proj, norm=around.norm)
+        of_input, of_latent = ([], []) if indexer is None else ([indexer.k_proj], [indexer.q_proj])
+        q, down, *index = apply(x, first, self.kv_a_proj, *of_input, norm=around.norm)
         if self.q_b_proj is not None:
-            (q,) = apply(q, self.q_b_proj, norm=self.q_a_norm)
+            q, *index_q = apply(q, self.q_b_proj, *of_latent, norm=self.q_a_norm)
+            index = [*index_q, *index]
         block, angles = inputs.block, () if inputs.rope is None else inputs.rope.angles
         assert isinstance(block, LatentAttentionBlock)
         norm = self.kv_a_norm.picked()
@@ -285,7 +331,12 @@ class LatentAttention(eqx.Module):
         c, q_pe = down[LATENT, : block.latent_dim], q[HEAD_SIZE, block.nope_dim :]
         k_pe = down[LATENT, block.latent_dim :].rename({LATENT: HEAD_SIZE})
         c, q_pe, k_pe = self.kv_a_proj.by_rows(rotated, c, q_pe, k_pe, *angles)
-        return q.array[..., : block.nope_dim], q_pe.array, c.array, k_pe.array
+        part = None
+        if indexer is not None and block.indexer is not None:
+            (weights,) = apply(x, indexer.weight_proj, norm=around.norm, dtype=jnp.float32)
+            index_q, index_k = index
+            part = indexer.placed(index_q, index_k, weights, block.indexer, inputs.rope)
+        return q.array[..., : block.nope_dim], q_pe.array, c.array, k_pe.array, part
 
     def _rules(self, inputs: AttentionInputs) -> ScoreRules:
         block = inputs.block

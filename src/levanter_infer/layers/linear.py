@@ -16,7 +16,7 @@ from jax import Array
 from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
-from levanter_infer.axes import EXPERT, NORM_GATE, PANEL, PANEL_SIZE, SHARED_GATE
+from levanter_infer.axes import EXPERT, INDEX_WEIGHT, NORM_GATE, PANEL, PANEL_SIZE, SHARED_GATE
 from levanter_infer.kernels.backend import Backend, Fuse
 from levanter_infer.kernels.call import GroupedCall, LinearCall
 from levanter_infer.kernels.xla.backend import XLA, XlaBackend
@@ -27,7 +27,7 @@ from levanter_infer.layers.quantize import quantized
 from levanter_infer.layers.shard_axis import REPLICATED, ShardAxis
 from levanter_infer.layers.stack import pick_layer
 
-_FLOATS = (EXPERT, SHARED_GATE, NORM_GATE)
+_FLOATS = (EXPERT, SHARED_GATE, NORM_GATE, INDEX_WEIGHT)
 """Axes of maps that are never quantized: they are small, and decide about much."""
 Rows = TypeVar("Rows", bound=NamedArray | tuple[NamedArray, ...])
 

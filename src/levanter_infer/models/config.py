@@ -41,9 +41,6 @@ class DecoderConfig:
     """Whether the head has a bias, even where its weight is that of the embeddings."""
     learnt_positions: bool = False
     """Whether each of `max_position_embeddings` positions has an embedding, added to that of its token."""
-    sparse_beyond: int | None = None
-    """Tokens of a sequence beyond which its attention is sparse, DeepSeek's (`index_topk`), which is not implemented;
-    None: it never is."""
     embedding_multiplier: float = 1.0
     """Factor of the embeddings, in the dtype of the parameters."""
     embedding_norm: NormConfig | None = None
@@ -64,6 +61,11 @@ class DecoderConfig:
         for number, block in enumerate(self.blocks):
             if block.shares_kv and self.pools[self._shared_pool(block)].layers[0] > number:
                 raise ValueError(f"layer {number} shares keys and values, expected an earlier layer that has them")
+        sparse = [mixer for mixer in self._latent if mixer.is_sparse]
+        if sparse and sparse[0].indexer is None:
+            raise ValueError("the first layer with sparse attention shares a choice of keys, expected an indexer")
+        if len({mixer.indexer.num_chosen for mixer in sparse if mixer.indexer is not None}) > 1:
+            raise ValueError("indexers choose different numbers of keys, expected one; others are not implemented")
         _ = self.groups  # raises where the layers are of too many kinds
 
     # Both are asked for at every launch of a program, so neither looks at every layer.
@@ -127,17 +129,25 @@ class DecoderConfig:
     @property
     def position_limit(self) -> int | None:
         """Tokens of the longest sequence that the model can compute; None: there is no limit."""
-        return self.max_position_embeddings if self.learnt_positions else self.sparse_beyond
+        return self.max_position_embeddings if self.learnt_positions else None
 
     def check_length(self, tokens: int, what: str) -> None:
         """Refuse what the model cannot compute. Args: what: the start of the message. Raises: ValueError"""
         limit = self.position_limit
-        if limit is None or tokens <= limit:
-            return
-        why = f"the model has learnt {limit} positions only"
-        if not self.learnt_positions:
-            why = f"the model's attention is sparse beyond {limit} tokens (index_topk), which is not implemented"
-        raise ValueError(f"{what}: {why}; sequences of at most {limit} tokens are computed")
+        if limit is not None and tokens > limit:
+            raise ValueError(
+                f"{what}: the model has learnt {limit} positions only; sequences of at most {limit} tokens are computed"
+            )
+
+    @functools.cached_property
+    def num_chosen(self) -> int | None:
+        """Keys that an indexer chooses for each token, at most; None: no layer has one."""
+        return next((mixer.indexer.num_chosen for mixer in self._latent if mixer.indexer is not None), None)
+
+    def chooses_keys(self, max_seq_len: int) -> bool:
+        """Whether attention to sequences of up to `max_seq_len` tokens is sparse: shorter ones have no more tokens than
+        an indexer may choose."""
+        return self.num_chosen is not None and max_seq_len > self.num_chosen
 
     @property
     def num_layers(self) -> int:
@@ -147,6 +157,11 @@ class DecoderConfig:
     def attention(self) -> tuple[AttentionBlock | LatentAttentionBlock, ...]:
         """The attention of the layers that have it, in order."""
         return tuple(block.attention for block in self.blocks if block.attention is not None)
+
+    @property
+    def _latent(self) -> list[LatentAttentionBlock]:
+        """The attention to latents of the layers that have it, in order."""
+        return [mixer for mixer in self.attention if isinstance(mixer, LatentAttentionBlock)]
 
     @functools.cached_property
     def kv_attention(self) -> tuple[AttentionBlock, ...]:
@@ -228,7 +243,7 @@ class DecoderConfig:
     @functools.cached_property
     def value_dim(self) -> int | None:
         """Numbers of a latent that are its value too (`AttentionCall.value_dim`); None: no layer has latents."""
-        return next((mixer.latent_dim for mixer in self.attention if isinstance(mixer, LatentAttentionBlock)), None)
+        return next((mixer.latent_dim for mixer in self._latent), None)
 
     @functools.cached_property
     def expert_layers(self) -> tuple[int, ...]:

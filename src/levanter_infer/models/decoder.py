@@ -4,7 +4,6 @@ import collections
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import equinox as eqx
 import haliax as hax
@@ -21,7 +20,6 @@ from levanter_infer.axes import (
     LAYERS,
     PERIOD,
     POSITION,
-    SCALAR,
     SEQ_PAGE,
     VOCAB,
 )
@@ -29,16 +27,14 @@ from levanter_infer.cache.batch_info import PageBatchInfo
 from levanter_infer.cache.cache import Cache
 from levanter_infer.cache.slot_state import SlotState
 from levanter_infer.kernels.backend import Backend
-from levanter_infer.layers.attention import Attention, AttentionBlock, AttentionInputs, AttentionSpec
-from levanter_infer.layers.branch_conv import FEED_FORWARD, MIXER, BranchConvs, Convolve
-from levanter_infer.layers.delta_net import DeltaNet, DeltaNetBlock
+from levanter_infer.kernels.call import NO_KEY
+from levanter_infer.layers.attention import AttentionBlock, AttentionInputs, AttentionSpec
+from levanter_infer.layers.branch_conv import Convolve
 from levanter_infer.layers.gated_norm import init_norm
-from levanter_infer.layers.kimi_delta import KimiDelta, KimiDeltaBlock
-from levanter_infer.layers.latent_attention import LatentAttention, LatentAttentionBlock
-from levanter_infer.layers.layer_input import LayerInput, LayerInputs
+from levanter_infer.layers.indexer import Choice
+from levanter_infer.layers.layer_input import LayerInputs
 from levanter_infer.layers.layout import Layout
 from levanter_infer.layers.linear import (
-    Fusion,
     Linear,
     apply,
     by_rows,
@@ -47,188 +43,21 @@ from levanter_infer.layers.linear import (
     random_weight,
     split_key,
 )
-from levanter_infer.layers.mamba2 import Mamba2, Mamba2Block
-from levanter_infer.layers.mlp import Mlp
 from levanter_infer.layers.moe import ExpertsBlock, Moe
 from levanter_infer.layers.norm import RMSNorm
 from levanter_infer.layers.rotary import Rope, RopeConfig, rope_at
 from levanter_infer.layers.rows import RaggedRows
 from levanter_infer.layers.shard_axis import REPLICATED, ShardAxis, Vocabulary
-from levanter_infer.layers.short_conv import ShortConv, ShortConvBlock
 from levanter_infer.layers.stack import pick_layer
-from levanter_infer.models.blocks import Block, Mixer, Placement, Stack
+from levanter_infer.models.blocks import Block, Stack
 from levanter_infer.models.config import DecoderConfig
+from levanter_infer.models.layer import DecoderLayer
 from levanter_infer.models.mixing import mixer_of, with_convolution
 from levanter_infer.models.periods import Body, Group
 from levanter_infer.models.ring import columns_of, ring_of, squares_of, with_ring
 
 PLAIN = AttentionSpec()
 """Attention as the model alone defines it."""
-
-Recurrent = ShortConv | DeltaNet | KimiDelta | Mamba2
-"""The parameters of mixers that remember a state of fixed size per sequence."""
-
-
-class DecoderLayer(eqx.Module):
-    """The parameters of the layers of one stack. `Block` says what is computed with them."""
-
-    input_norm: RMSNorm | None
-    """Norm of the input of the mixer."""
-    attention: Attention | LatentAttention | None
-    """None: the mixer is `recurrent`, or there is none."""
-    mlp_norm: RMSNorm | None
-    """Norm of the input of the feed-forward block."""
-    mlp: Mlp | Moe | None
-    """None: there is no feed-forward block."""
-    mixer_out_norm: RMSNorm | None
-    mlp_out_norm: RMSNorm | None
-    """Norms of the outputs of the mixer and the feed-forward block."""
-    recurrent: Recurrent | None = None
-    """The mixer that remembers a state of fixed size."""
-    layer_input: LayerInput | None = None
-    """The part that adds the layer's own input to its result."""
-    layer_scalar: NamedArray | None = None
-    """[layers, scalar], a factor of the residual stream after the layer."""
-    convs: BranchConvs | None = None
-    """Short convolutions of keys and of what is added to the residual stream."""
-
-    @staticmethod
-    def init(batch: tuple[Axis, ...], embed: Axis, block: Block, *, key: Array | None, dtype) -> "DecoderLayer":
-        """`batch`: axes of independent layers."""
-        mixer_key, mlp_key = split_key(key, 2)
-        feed_forward = block.feed_forward
-        mlp = None
-        if isinstance(feed_forward, ExpertsBlock):
-            mlp = Moe.init(batch, embed, feed_forward, key=mlp_key, dtype=dtype)
-        elif feed_forward is not None:
-            mlp = Mlp.init(batch, embed, feed_forward, key=mlp_key, dtype=dtype)
-
-        def norm(name: str) -> RMSNorm | None:  # each an array of its own, so that a training step can donate them
-            names = block.norms
-            if name not in names:
-                return None
-            return init_norm(batch, embed, block.norm, key=key, dtype=dtype, number=names.index(name))
-
-        return DecoderLayer(
-            input_norm=norm("input_norm"),
-            attention=_attention(batch, embed, block.attention, key=mixer_key, dtype=dtype),
-            mlp_norm=norm("mlp_norm"),
-            mlp=mlp,
-            mixer_out_norm=norm("mixer_out_norm"),
-            mlp_out_norm=norm("mlp_out_norm"),
-            recurrent=_recurrent(batch, embed, block.recurrent, key=mixer_key, dtype=dtype),
-            layer_input=block.layer_input
-            and LayerInput.init(batch, embed, block.layer_input, block.norm, key=mlp_key, dtype=dtype),
-            layer_scalar=hax.ones((*batch, Axis(SCALAR, 1)), dtype=dtype) if block.layer_scalar else None,
-            convs=block.convs and BranchConvs.init(batch, block.convs, key=fold_key(mixer_key, 2), dtype=dtype),
-        )
-
-    @property
-    def some_map(self) -> Linear:
-        """A map of the layer, whose backend computes what stands between its parts."""
-        if self.mlp is not None:
-            return self.mlp.down_proj
-        if self.attention is not None:
-            return self.attention.o_proj
-        assert self.recurrent is not None
-        return self.recurrent.out_proj
-
-    def at(self, index: Array, num_rows: Array) -> "DecoderLayer":
-        """One layer of a stack, for inputs whose first `num_rows` rows count."""
-
-        def at(part):
-            return pick_layer(part, index) if isinstance(part, NamedArray) else part.at(index, num_rows)
-
-        return jax.tree.map(at, self, is_leaf=lambda part: isinstance(part, Linear | RMSNorm | Moe | NamedArray))
-
-    def __call__(
-        self,
-        x: NamedArray,
-        block: Block,
-        mix: Callable[[NamedArray, Fusion], tuple[NamedArray, tuple[Any, ...]]],
-        on_choice: Callable[[Array], None] | None = None,
-        own_input: NamedArray | None = None,
-        convolve: Convolve | None = None,
-    ):
-        """The layer.
-
-        Args:
-            x: [..., embed]; of a layer on a ring (`with_ring`), this device's columns.
-            block: what it computes.
-            mix: the mixer, of the residual stream and what happens around its matmuls; gives its result and its states.
-            on_choice: called with the experts of each row, if the layer has some (`Moe`).
-            own_input: [..., layer_input], the layer's own input, if it has one.
-            convolve: its short convolutions, if it has some.
-        Returns: [..., embed] and the mixer's states.
-        """
-        multiplier = block.residual_multiplier
-        rows, norms = self.some_map.by_rows, (self.mixer_out_norm, self.mlp_out_norm)
-        mixer_after, mlp_after = (
-            None if norm is None else functools.partial(norm.by_rows, rows=rows) for norm in norms
-        )
-        if convolve is not None:
-            assert not any(norms), "no family has norms and convolutions of its results"
-            mixer_after, mlp_after = (functools.partial(convolve, site) for site in (MIXER, FEED_FORWARD))
-
-        def around(norm: RMSNorm | None, after: Callable | None, onto: NamedArray) -> Fusion:
-            return Fusion(norm=norm, residual=onto if after is None and multiplier == 1 else None)
-
-        def added(result: NamedArray, after: Callable | None, onto: NamedArray) -> NamedArray:
-            if after is None and multiplier == 1:
-                return result  # with the residual in it
-            result = result if after is None else after(result)
-            if multiplier == 1:
-                return onto + result
-            return rows(lambda onto, result: onto + result * jnp.asarray(multiplier, result.dtype), onto, result)
-
-        mixed = x
-        states: tuple[Any, ...] = ()
-        if block.mixer is not None:
-            mixed, states = mix(x, around(self.input_norm, mixer_after, x))
-            mixed = added(mixed, mixer_after, x)
-        result = mixed
-        if self.mlp is not None:
-            parallel = block.placement.is_parallel
-            norm = self.input_norm if block.placement is Placement.PARALLEL else self.mlp_norm
-            observed = on_choice is not None and isinstance(self.mlp, Moe)
-            feed = functools.partial(self.mlp, on_choice=on_choice) if observed else self.mlp
-            result = feed(x if parallel else mixed, around(norm, mlp_after, mixed), block.feed_forward)  # type: ignore[arg-type]
-            result = added(result, mlp_after, mixed)
-        if self.layer_input is not None:
-            assert own_input is not None and block.layer_input is not None
-            result = self.layer_input(result, own_input, block.layer_input)
-        if self.layer_scalar is not None:
-            scalar = self.layer_scalar.array.reshape(()).astype(result.dtype)
-            result = rows(lambda result: result * scalar, result)
-        return result, states
-
-
-def _attention(
-    batch: tuple[Axis, ...], embed: Axis, block: Mixer | None, *, key: Array | None, dtype
-) -> Attention | LatentAttention | None:
-    """Random parameters of the mixer, if that is attention."""
-    match block:
-        case LatentAttentionBlock():
-            return LatentAttention.init(batch, embed, block, key=key, dtype=dtype)
-        case AttentionBlock():
-            return Attention.init(batch, embed, block, key=key, dtype=dtype)
-    return None
-
-
-def _recurrent(
-    batch: tuple[Axis, ...], embed: Axis, block: Mixer | None, *, key: Array | None, dtype
-) -> Recurrent | None:
-    """Random parameters of the mixer, if that is recurrent."""
-    match block:
-        case ShortConvBlock():
-            return ShortConv.init(batch, embed, block, key=key, dtype=dtype)
-        case DeltaNetBlock():
-            return DeltaNet.init(batch, embed, block, key=key, dtype=dtype)
-        case KimiDeltaBlock():
-            return KimiDelta.init(batch, embed, block, key=key, dtype=dtype)
-        case Mamba2Block():
-            return Mamba2.init(batch, embed, block, key=key, dtype=dtype)
-    return None
 
 
 class DecoderModel(eqx.Module):
@@ -382,7 +211,7 @@ class DecoderModel(eqx.Module):
 
         Args: as in `plain_hidden`.
         Returns: f32[..., position, vocab].
-        Raises: ValueError for more tokens than the model computes.
+        Raises: ValueError for more positions than a model with learnt ones has.
         """
         num_positions = tokens.axis_size(POSITION)
         self.config.check_length(num_positions, f"a sequence of {num_positions} tokens")
@@ -403,7 +232,9 @@ class DecoderModel(eqx.Module):
         inputs = self._inputs(positions, attention, attention.max_seq_len or num_positions, None)
         x = self._embed(tokens, positions, None)
         own_inputs = self._layer_inputs(tokens, x, None)
-        carry = x, self._unshared_kv(tokens)
+        sizes = (*(axis.size for axis in tokens.axes), num_positions)
+        keys = jnp.zeros(sizes, bool) if self.config.chooses_keys(num_positions) else None
+        carry = x, self._unshared_kv(tokens), keys
         for group in self.config.groups:
             places = [self.config.stored_at(group.first + offset) for offset in range(len(group.period))]
             period = functools.partial(_plain_period, group=group, places=places, inputs=inputs, config=self.config)
@@ -490,8 +321,8 @@ class DecoderModel(eqx.Module):
                 parts, indices = zip(*map(place, body.starts), strict=True)
                 return parts[0], _index(indices, trip, further)
 
-            x, squares, cache, chosen = carry
-            seen, pools, mixers, convolve = list[Array](), [], [], None
+            x, squares, cache, chosen, keys = carry
+            choice, seen, pools, mixers, convolve = Choice(keys), list[Array](), [], [], None
             on_choice, block = None if chosen is None else seen.append, body.item
             stack, index = at(self.config.stored_at)
             layer = with_ring(self.stacks[stack].at(index, num_tokens), ring, squares)
@@ -507,7 +338,7 @@ class DecoderModel(eqx.Module):
                 pool, index = at(place, 0 if block.shares_kv else further)
                 attend = functools.partial(
                     layer.attention.paged,
-                    inputs=with_convolution(inputs(block), convolve),
+                    inputs=with_convolution(inputs(block, choice), convolve),
                     kv=cache.pools[pool],  # type: ignore[arg-type]
                     layer=index,
                     batch=batches[pool],
@@ -532,19 +363,19 @@ class DecoderModel(eqx.Module):
             if chosen is not None and isinstance(block.feed_forward, ExpertsBlock):
                 numbers = [self.config.expert_layers.index(layer) for layer in body.starts]
                 chosen = chosen.at[_index(numbers, trip, further)].set(seen.pop())
-            return x, squares_of(x, ring), cache, chosen
+            return x, squares_of(x, ring), cache, chosen, choice.keys
 
         ring = ring_of(self.config, self.backend, self.shard_axis, batch.tokens.array.shape[0], self.activation_dtype)
         x = self._embed(batch.tokens, batch.positions, num_tokens, ring)
         own_inputs = self._layer_inputs(batch.tokens, x, num_tokens)
-        carry = x, squares_of(x, ring), cache, chosen
+        carry = x, squares_of(x, ring), cache, chosen, self._first_keys(batch, attention)
         for group in self.config.groups:
             trip = functools.partial(run, group)
             if group.trips > 1:
                 carry = jax.lax.fori_loop(0, group.trips, trip, carry)
             else:  # of an index that XLA knows it would copy the layer's weights, once and for all steps
                 carry = trip(jnp.minimum(num_tokens, 0), carry)
-        x, _, cache, chosen = carry
+        x, _, cache, chosen, _ = carry
         return columns_of(x.axes, ring.all_gather(x.array, 1)), cache, chosen
 
     def logits(self, hidden: NamedArray, num_rows: Array | None = None) -> NamedArray:
@@ -603,7 +434,7 @@ class DecoderModel(eqx.Module):
 
     def _inputs(
         self, positions: NamedArray, spec: AttentionSpec, rope_len: int, num_rows: Array | None
-    ) -> Callable[[Block], AttentionInputs]:
+    ) -> Callable[[Block, Choice], AttentionInputs]:
         """Inputs of attention in a layer, with the angles of each rope computed once."""
         kinds = dict.fromkeys((mixer.rope, mixer.rope_dim) for mixer in self.config.attention)
 
@@ -615,12 +446,21 @@ class DecoderModel(eqx.Module):
             (rope, size): rope_of(rope, size) for rope, size in kinds if rope is not None
         }
 
-        def inputs(block: Block) -> AttentionInputs:
+        def inputs(block: Block, choice: Choice) -> AttentionInputs:
             mixer = block.attention
             assert mixer is not None
-            return AttentionInputs(mixer, ropes.get((mixer.rope, mixer.rope_dim)), spec)
+            return AttentionInputs(mixer, ropes.get((mixer.rope, mixer.rope_dim)), spec, choice=choice)
 
         return inputs
+
+    def _first_keys(self, batch: PageBatchInfo, attention: AttentionSpec) -> Array | None:
+        """The chosen keys before the first layer, none; None: no layer chooses, be it that sequences are too short."""
+        capacity = batch.page_indices.axis_size(SEQ_PAGE) * batch.page_size
+        if not self.config.chooses_keys(attention.max_seq_len or capacity):
+            return None
+        assert self.config.num_chosen is not None
+        shape = batch.tokens.array.shape[0], min(self.config.num_chosen, capacity)
+        return jnp.full(shape, NO_KEY, jnp.int32)
 
     def _max_seq_len(self, batch: PageBatchInfo, attention: AttentionSpec) -> int:
         capacity = batch.page_indices.axis_size(SEQ_PAGE) * batch.page_size
@@ -652,8 +492,8 @@ def _index(indices: Sequence[int], trip: Array, further: Array | int = 0) -> Arr
     return index if isinstance(further, int) and further == 0 else index + further
 
 
-PlainCarry = tuple[NamedArray, dict[int, tuple[NamedArray, NamedArray]]]
-"""The residual stream, and by pool the keys and values that later layers share."""
+PlainCarry = tuple[NamedArray, dict[int, tuple[NamedArray, NamedArray]], Array | None]
+"""The residual stream, by pool the keys and values that later layers share, and the keys of their `Choice`."""
 
 
 def _plain_period(
@@ -663,11 +503,12 @@ def _plain_period(
     *,
     group: Group[Block],
     places: Sequence[tuple[int, int]],
-    inputs: Callable[[Block], AttentionInputs],
+    inputs: Callable[[Block, Choice], AttentionInputs],
     config: DecoderConfig,
 ) -> PlainCarry:
     """One period of the plain forward, of what `DecoderModel._periods` gives for one repeat."""
-    x, shared = carry
+    x, shared, keys = carry
+    choice = Choice(keys)
     seen: collections.Counter[int] = collections.Counter()
     strides = collections.Counter(stack for stack, _ in places)
     for offset, (block, (stack, _)) in enumerate(zip(group.period, places, strict=True)):
@@ -676,7 +517,7 @@ def _plain_period(
         seen[stack] += 1
         mixers, convolve = [], None if layer.convs is None else Convolve(layer.convs)
         if layer.attention is not None:
-            attend = functools.partial(layer.attention.dense, inputs=with_convolution(inputs(block), convolve))
+            attend = functools.partial(layer.attention.dense, inputs=with_convolution(inputs(block, choice), convolve))
             if block.shares_kv:
                 attend = functools.partial(attend, shared=shared[config.remembered_at(number, is_paged=True)[0]])
             mixers.append(attend)
@@ -687,7 +528,7 @@ def _plain_period(
         if shared and block.attention is not None and not block.shares_kv:
             pool = config.remembered_at(number, is_paged=True)[0]
             shared = {**shared, pool: states[0]} if pool in shared else shared
-    return x, shared
+    return x, shared, choice.keys
 
 
 def _map_arrays(function: Callable[[NamedArray], NamedArray], tree):

@@ -1,71 +1,153 @@
-"""DeepSeek-V3.2 and GLM-5, as far as their sparse attention is dense.
+"""DeepSeek-V3.2 and GLM-5: DeepSeek-V3's layers, whose tokens attend to the keys that an indexer chooses.
 
-An indexer chooses `index_topk` keys for each query (DeepSeek sparse attention: report of V3.2-Exp, section 2.1).
-In sequences of no more tokens it chooses all, so that the model is one of DeepSeek-V3's kind: it is read as one
-(`glm4_moe_lite`, which has the same layers in any order) without the indexer, and longer sequences are refused.
+Source: DeepSeek sparse attention, report of DeepSeek-V3.2-Exp, section 2.1. In GLM-5's family layers may share the
+choice of an earlier layer (arXiv:2603.12201).
 """
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import Any
 
+from levanter_infer.layers.indexer import IndexerBlock
+from levanter_infer.layers.latent_attention import LatentAttentionBlock
+from levanter_infer.layers.norm import NormConfig
+from levanter_infer.models.blocks import Block
 from levanter_infer.models.config import DecoderConfig
-from levanter_infer.models.family import Family
-from levanter_infer.models.glm4_moe_lite import GLM4_MOE_LITE
-from levanter_infer.models.hf_config import HfConfig
-
-_INDEXER = (
-    *("index_head_dim", "index_n_heads", "index_topk_freq", "index_skip_topk_offset", "index_topk_pattern"),
-    *("indexer_types", "indexer_rope_interleave"),
+from levanter_infer.models.deepseek_v3 import MTP_KEY
+from levanter_infer.models.experts import (
+    DEEPSEEK_EXPERT_TENSORS,
+    deepseek_experts_to_hf,
+    read_deepseek_experts,
+    read_sparse_layers,
+    sparse_layers_to_hf,
 )
-"""Keys of the indexer, without that of the number of keys."""
-_INDEXED = "indexed_attention"
+from levanter_infer.models.family import Family
+from levanter_infer.models.hf_config import HfConfig
+from levanter_infer.models.latent import latent_attention_to_hf, latent_tensors, read_latent_attention
+from levanter_infer.models.tensors import Tensor
+
+INDEXED = "indexed_attention"
 """Entry of `layer_types`."""
+FULL, SHARED = "full", "shared"
+"""Entries of `indexer_types`: a layer has an indexer, or attends to the keys that the last one before it has chosen."""
+INDEX_NORM = NormConfig(1e-6, center=True, bias=True)
 
 
-def indexer_tensors(raw: Mapping[str, Any]) -> tuple[str, ...]:
-    """Starts of the names of the indexers' tensors."""
-    return tuple(f"model.layers.{layer}.self_attn.indexer." for layer in range(raw.get("num_hidden_layers", 0)))
+def config_from_hf(
+    raw: Mapping[str, Any], *, model_type: str, defaults: Mapping[str, Any], index_heads: int, interleaved: bool
+) -> DecoderConfig:
+    """Args: defaults, index_heads, interleaved: HF's defaults; the last of `indexer_rope_interleave`.
+
+    Raises: ValueError naming the key that is unknown, malformed or not implemented.
+    """
+    hf = HfConfig({**defaults, **raw})
+    sizes, attention = read_latent_attention(hf, max_positions=defaults["max_position_embeddings"])
+    hf.only("rope_interleave", True)
+    experts = read_deepseek_experts(hf, sizes, experts=256, chosen=8, width=2048, groups=(1, 1), scale=2.5)
+    parts = read_sparse_layers(hf, experts, sizes.dense(), sizes.num_layers)
+    indexer = IndexerBlock(
+        num_heads=hf.count("index_n_heads", index_heads),
+        head_dim=hf.count("index_head_dim", 128),
+        num_chosen=hf.count("index_topk", 2048),
+        norm=INDEX_NORM,
+        interleaved=hf.flag("indexer_rope_interleave", interleaved),
+    )
+    kinds = _indexer_types(hf, sizes.num_layers)
+    if any(kind != INDEXED for kind in hf.names("layer_types", (INDEXED,)) or ()):
+        raise hf.fail("layer_types", INDEXED)
+    hf.own_code("configuration_deepseek", "modeling_deepseek")
+    for key, value in (("moe_layer_freq", 1), ("ep_size", 1), ("mlp_bias", False)):
+        hf.only(key, value)
+    hf.size(MTP_KEY, 1)
+    hf.finish()
+    mixers = {
+        FULL: dataclasses.replace(attention, indexer=indexer),
+        SHARED: dataclasses.replace(attention, shares_choice=True),
+    }
+    pairs = zip(kinds, parts, strict=True)
+    return sizes.decoder(model_type, [Block(mixers[kind], part, sizes.norm()) for kind, part in pairs])
 
 
-def _family(model_type: str, architecture: str, **defaults: Any) -> Family:
-    """Args: defaults: HF's, where they are not those of `glm4_moe_lite`."""
+def _indexer_types(hf: HfConfig, num_layers: int) -> list[str]:
+    """`indexer_types` of every layer or, in files without it, what the keys of GLM-5's own code say."""
+    kinds = hf.names("indexer_types", (FULL, SHARED))
+    freq, offset = hf.count("index_topk_freq", 1, null=1), hf.size("index_skip_topk_offset", 2)
+    pattern = hf.raw.get("index_topk_pattern")
+    hf.ignore("index_topk_pattern")
+    if kinds is None and isinstance(pattern, str) and set(pattern) <= set("FS"):
+        kinds = tuple(FULL if letter == "F" else SHARED for letter in pattern)
+    elif kinds is None and pattern is not None:
+        raise hf.fail("index_topk_pattern", "a letter F or S for each layer, or indexer_types instead")
+    if kinds is None:
+        return [SHARED if max(layer - offset + 1, 0) % freq else FULL for layer in range(num_layers)]
+    if len(kinds) != num_layers:
+        raise hf.fail("indexer_types", f"one entry for each of num_hidden_layers={num_layers}")
+    return list(kinds)
 
-    def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
-        """Raises: ValueError naming the key that is unknown, malformed or not implemented."""
-        hf = HfConfig(raw)
-        topk = hf.count("index_topk", 2048, null=2048)
-        hf.own_code("configuration_deepseek", "modeling_deepseek")
-        for key, value in (("moe_layer_freq", 1), ("ep_size", 1), ("rope_interleave", True), ("mlp_bias", False)):
-            hf.only(key, value)
-        if any(kind != _INDEXED for kind in hf.names("layer_types", (_INDEXED,)) or ()):
-            raise hf.fail("layer_types", _INDEXED)
-        own = (*_INDEXER, "auto_map", "moe_layer_freq", "ep_size", "mlp_bias", "layer_types")
-        rest = {key: raw[key] for key in raw if key not in own}
-        config = GLM4_MOE_LITE.config_from_hf({**defaults, **rest, "index_topk": topk})
-        return dataclasses.replace(config, max_position_embeddings=min(config.max_position_embeddings, topk))
 
-    return dataclasses.replace(
-        GLM4_MOE_LITE,
-        model_type=model_type,
-        architecture=architecture,
-        config_from_hf=config_from_hf,
-        unread=indexer_tensors,
+def shared_indexers(raw: Mapping[str, Any]) -> tuple[str, ...]:
+    """Starts of the names of indexers that no layer uses, because it shares the choice of an earlier one: some files
+    have them."""
+    hf = HfConfig(raw)
+    kinds = _indexer_types(hf, hf.count("num_hidden_layers"))
+    return tuple(f"{_INDEXER.format(layer=layer)}." for layer, kind in enumerate(kinds) if kind == SHARED)
+
+
+def config_to_hf(config: DecoderConfig) -> dict[str, Any]:
+    keys = {**latent_attention_to_hf(config), **deepseek_experts_to_hf(config), MTP_KEY: 0}
+    del keys["first_k_dense_replace"]
+    mixers = [mixer for mixer in config.attention if isinstance(mixer, LatentAttentionBlock)]
+    indexer = mixers[0].indexer
+    assert indexer is not None
+    return {
+        **keys,
+        **sparse_layers_to_hf(config),
+        "rope_interleave": config.ropes[0].interleaved,
+        "index_n_heads": indexer.num_heads,
+        "index_head_dim": indexer.head_dim,
+        "index_topk": indexer.num_chosen,
+        "indexer_rope_interleave": indexer.interleaved,
+        "indexer_types": [SHARED if mixer.shares_choice else FULL for mixer in mixers],
+    }
+
+
+_INDEXER = "model.layers.{layer}.self_attn.indexer"
+_NAMES = {
+    "q_proj.weight": "wq_b.weight",
+    "k_proj.weight": "wk.weight",
+    "k_norm.weight": "k_norm.weight",
+    "k_norm.bias": "k_norm.bias",
+    "weight_proj.weight": "weights_proj.weight",
+}
+_TENSORS = (
+    *latent_tensors(DEEPSEEK_EXPERT_TENSORS),
+    *(Tensor(f"{_INDEXER}.{name}", (f"layers.attention.indexer.{path}",)) for path, name in _NAMES.items()),
+)
+
+
+def _family(model_type: str, architecture: str, *, index_heads: int, interleaved: bool, **defaults: Any) -> Family:
+    options = dict(model_type=model_type, defaults=defaults, index_heads=index_heads, interleaved=interleaved)
+    read = functools.partial(config_from_hf, **options)
+    return Family(
+        model_type, architecture, read, config_to_hf, _TENSORS, unread=shared_indexers, extra_layers_key=MTP_KEY
     )
 
 
 DEEPSEEK_V32 = _family(
     "deepseek_v32",
     "DeepseekV32ForCausalLM",
+    index_heads=64,
+    interleaved=False,
     **{"first_k_dense_replace": 3, "max_position_embeddings": 163840, "rms_norm_eps": 1e-6, "q_lora_rank": 1536},
-    **{"qk_nope_head_dim": 128, "v_head_dim": 128, "n_routed_experts": 256, "num_experts_per_tok": 8},
-    **{"moe_intermediate_size": 2048, "n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5},
+    **{"qk_nope_head_dim": 128, "v_head_dim": 128, "n_group": 8, "topk_group": 4},
 )
 GLM_MOE_DSA = _family(
     "glm_moe_dsa",
     "GlmMoeDsaForCausalLM",
+    index_heads=32,
+    interleaved=True,
     **{"first_k_dense_replace": 3, "max_position_embeddings": 202752, "rms_norm_eps": 1e-5, "q_lora_rank": 2048},
-    **{"qk_nope_head_dim": 192, "v_head_dim": 256, "n_routed_experts": 256, "num_experts_per_tok": 8},
-    **{"moe_intermediate_size": 2048, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 2.5},
+    **{"qk_nope_head_dim": 192, "v_head_dim": 256, "n_group": 1, "topk_group": 1},
 )
 """GLM-5."""

@@ -25,17 +25,15 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     experts = read_deepseek_experts(hf, sizes, experts=64, chosen=4, width=1536, groups=(1, 1), scale=1.8)
     parts = read_sparse_layers(hf, experts, sizes.dense(), sizes.num_layers)
     hf.size(MTP_KEY, 1)
-    sparse_beyond = hf.optional_count("index_topk")  # ours, of models that were saved without their indexer
     hf.finish()
     blocks = [Block(attention, part, sizes.norm()) for part in parts]
-    return sizes.decoder("glm4_moe_lite", blocks, sparse_beyond=sparse_beyond)
+    return sizes.decoder("glm4_moe_lite", blocks)
 
 
 def config_to_hf(config: DecoderConfig) -> dict[str, Any]:
     keys = {**latent_attention_to_hf(config), **deepseek_experts_to_hf(config), MTP_KEY: 0}
     del keys["first_k_dense_replace"]
-    own = {} if config.sparse_beyond is None else {"index_topk": config.sparse_beyond}
-    return {**keys, **sparse_layers_to_hf(config), "rope_interleave": config.ropes[0].interleaved, **own}
+    return {**keys, **sparse_layers_to_hf(config), "rope_interleave": config.ropes[0].interleaved}
 
 
 GLM4_MOE_LITE = Family(

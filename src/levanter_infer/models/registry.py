@@ -86,7 +86,8 @@ FAMILIES = {
         *(LLAMA4, GEMMA4, PHIMOE),
         *(LFM2, LFM2_MOE, QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE, OLMO_HYBRID),
         *(GRANITEMOEHYBRID, FALCON_H1, NEMOTRON_H, KIMI_LINEAR),
-        *(DEEPSEEK_V2, DEEPSEEK_V3, KIMI_K2, GLM4_MOE_LITE, MINICPM3, YOUTU, MISTRAL4),
+        *(DEEPSEEK_V2, DEEPSEEK_V3, KIMI_K2, GLM4_MOE_LITE, DEEPSEEK_V32, GLM_MOE_DSA),
+        *(MINICPM3, YOUTU, MISTRAL4),
         *(OLMO, APERTUS, GPT_NEOX, GPT2, PHI, STARCODER2),
         *(GLM, HELIUM, ARCEE, NEMOTRON, STABLELM),
     )
@@ -113,16 +114,12 @@ MULTIMODAL = {
 """Multimodal parents of which the text model is served; their configurations become those of `FAMILIES`."""
 
 
-SPARSE = {family.model_type: family for family in (DEEPSEEK_V32, GLM_MOE_DSA)}
-"""Families that are read as one of `FAMILIES`, for sequences in which their sparse attention is dense."""
-
-
 def family_for(hf_config: Mapping[str, Any]) -> Family:
     """The family of a `config.json`. Raises: ValueError if there is none."""
     if not isinstance(hf_config, Mapping):
         raise ValueError(f"config.json is {type(hf_config).__name__}; expected a mapping of keys to values")
     model_type = hf_config.get("model_type")
-    known = sorted({*FAMILIES, *MULTIMODAL, *SPARSE})
+    known = sorted({*FAMILIES, *MULTIMODAL})
     if not isinstance(model_type, str) or model_type not in known:
         raise ValueError(
             f"config.json: model_type={model_type!r}, expected one of {', '.join(known)}; "
@@ -130,4 +127,4 @@ def family_for(hf_config: Mapping[str, Any]) -> Family:
         )
     if model_type in MULTIMODAL:
         return MULTIMODAL[model_type].family_of(hf_config)
-    return SPARSE[model_type] if model_type in SPARSE else FAMILIES[model_type]
+    return FAMILIES[model_type]

@@ -18,7 +18,7 @@ from jax.experimental.multihost_utils import process_allgather
 
 from levanter_infer.kernels import MIN_ROWS
 from levanter_infer.kernels.backend import Fuse, Platform, Task, Work
-from levanter_infer.kernels.call import AttentionCall, GroupedCall, KvWrite, LinearCall
+from levanter_infer.kernels.call import AttentionCall, GroupedCall, KvWrite, LinearCall, with_index_part
 from levanter_infer.kernels.cpu import bindings
 from levanter_infer.kernels.loops import one_by_one
 from levanter_infer.kernels.xla.backend import XlaBackend
@@ -71,6 +71,8 @@ class CpuBackend(XlaBackend):
         return None
 
     def why_not_invariant(self, task: Task) -> str | None:
+        if task.work is Work.ATTENTION and task.chooses_keys:
+            return "XLA computes the choice of keys, and attention to them, for several tokens together"
         return None
 
     @property
@@ -148,7 +150,10 @@ class CpuBackend(XlaBackend):
         return bindings.place_tokens(pool, write, isa_name=self.isa)
 
     def _attend(self, call: AttentionCall) -> Array:
-        return bindings.cpu_attention(call, isa_name=self.isa)
+        """Attention to chosen keys is XLA's."""
+        if call.chosen is not None:
+            return super()._attend(call)
+        return bindings.cpu_attention(with_index_part(call), isa_name=self.isa)
 
 
 def readable(array: Array) -> Array:

@@ -26,7 +26,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.experimental import pallas as pl
 
-from levanter_infer.kernels.call import AttentionCall
+from levanter_infer.kernels.call import NO_KEY, AttentionCall
 from levanter_infer.kernels.gpu import plt
 from levanter_infer.kernels.rules import LOG2_E, MASKED, NOTHING_SEEN
 
@@ -150,14 +150,20 @@ def gpu_attention(call: AttentionCall, *, invariant: bool = False, interpret: bo
     if not supports_dtype(call.kv_dtype):
         raise ValueError(f'impl="gpu" reads pages of float32, bfloat16 or float16, not {call.kv_dtype}; use "xla"')
     max_tokens = call.page_indices.shape[1] * call.page_size
-    decode, prefill = lanes(
+    sizes = dict(
         heads_per_kv_head=call.heads_per_kv_head,
         head_dim=call.out_shape[2],
         itemsize=_operand_dtype(call).itemsize,
-        max_tokens=max_tokens,
-        num_rows=1 if invariant else call.num_rows,  # the order of sums must not depend on how many there may be
         kv_heads=call.kv_heads,
     )
+    if call.chosen is not None:
+        tile, _ = lanes(**sizes, max_tokens=call.chosen.shape[1], num_rows=call.num_tokens)
+        tile = dataclasses.replace(tile, decodes=False, least_queries=1)
+        if call.num_tokens > ONE_LANE_TOKENS:  # partial results of every token would take much memory
+            tile = dataclasses.replace(tile, splits=1)
+        return _run(call, tile, None, interpret)
+    # The order of sums must not depend on how many rows there may be
+    decode, prefill = lanes(**sizes, max_tokens=max_tokens, num_rows=1 if invariant else call.num_rows)
     if invariant:
         width = max(MIN_FIXED_SPLIT_TOKENS, pl.next_power_of_2(-(-max_tokens // FIXED_SPLITS)))
         splits = dict(splits=pl.next_power_of_2(-(-max_tokens // width)), split_tokens=width)
@@ -199,6 +205,7 @@ def _run(call: AttentionCall, tile: Tile, out: Array | None, interpret: bool) ->
         kv=call.kv_pages,
         layer=call.layer.reshape(1),
         pages=call.page_indices,
+        chosen=call.chosen,
         slopes=rules.alibi_slopes,
         sinks=call.sinks,
     )
@@ -235,8 +242,8 @@ def _attend(_, refs: dict, *out_refs, call: AttentionCall, tile: Tile) -> None:
 
     Args:
         refs: cu_q_lens i32[R + 1], seq_lens i32[R], num_seqs i32[1], window i32[1] or None, q [T, Hq, D],
-            kv [layers, P, page_size, 2 * Hkv, D] (of latents Hkv), layer i32[1], pages i32[R, max_pages], slopes and
-            sinks f32[Hq] or None.
+            kv [layers, P, page_size, 2 * Hkv, D] (of latents Hkv), layer i32[1], pages i32[R, max_pages], chosen
+            i32[T, n], slopes and sinks f32[Hq], or None.
         out_refs: the output [T, Hq, size of values], which the first argument aliases; for several splits those of
             `_Splits`.
     """
@@ -259,7 +266,7 @@ def _attend(_, refs: dict, *out_refs, call: AttentionCall, tile: Tile) -> None:
     def live_block():
         layer = refs["layer"][0]
         rules = _rules(call, refs)
-        start, end, lo, turns = _seen_keys(rules, tile, first_pos, num_queries)
+        start, end, lo, turns = _seen_keys(call, rules, tile, first_pos, num_queries)
 
         tile_row = jnp.arange(tile.rows, dtype=jnp.int32)
         query, head = tile_row // tile_heads, head_block * tile_heads + tile_row % tile_heads
@@ -292,6 +299,9 @@ def _attend(_, refs: dict, *out_refs, call: AttentionCall, tile: Tile) -> None:
             m_prev, l_prev, acc = carry  # f32[rows], f32[rows], f32[rows, head_dim]
             kv_pos = lo + index * tile.keys + jnp.arange(tile.keys, dtype=jnp.int32)
             in_range = (kv_pos >= start) & (kv_pos < end)
+            if call.chosen is not None:  # by the only query of the block
+                kv_pos = plt.load(refs["chosen"].at[first_token, kv_pos], mask=in_range, other=jnp.int32(NO_KEY))
+                in_range = kv_pos != NO_KEY
             page = plt.load(refs["pages"].at[row, kv_pos // call.page_size], mask=in_range, other=jnp.int32(num_pages))
             mapped = page < num_pages
             seen = mapped[None, :]
@@ -384,7 +394,7 @@ def _combine(_, splits: _Splits, refs: dict, out_ref, *, call: AttentionCall, ti
     @pl.when(is_token)
     def live_token():
         # A split of which only others of its query block see something adds zeros.
-        *_, lo, turns = _seen_keys(_rules(call, refs), tile, first_pos, num_queries)
+        *_, lo, turns = _seen_keys(call, _rules(call, refs), tile, first_pos, num_queries)
         split = jnp.arange(tile.splits, dtype=jnp.int32)
         first, last = _turns_of(tile, split, lo, turns)
         live = first < last
@@ -428,7 +438,7 @@ def _parts(call: AttentionCall) -> list[tuple[int, int]]:
 
 def _block_q(call: AttentionCall, tile: Tile) -> int:
     """Queries per query block."""
-    return 1 if tile.decodes else max(1, tile.rows // call.heads_per_kv_head)
+    return 1 if tile.decodes or call.chosen is not None else max(1, tile.rows // call.heads_per_kv_head)
 
 
 def _block(call: AttentionCall, tile: Tile, refs: dict, block: Array) -> tuple[Array, Array, Array, Array]:
@@ -474,12 +484,14 @@ def _block_of(call: AttentionCall, tile: Tile, refs: dict, token: Array) -> tupl
     return is_token, refs["seq_lens"][row] - (end - first) + skipped, jnp.minimum(end - first - skipped, block_q)
 
 
-def _seen_keys(rules, tile: Tile, first_pos: Array, num_queries: Array | int):
-    """The keys that a query block sees, in turns.
+def _seen_keys(call: AttentionCall, rules, tile: Tile, first_pos: Array, num_queries: Array | int):
+    """The keys that a query block sees, in turns; of chosen keys, their places in `chosen`.
 
     Returns: first key, end of the keys, start of the first turn, number of turns: i32[] each.
     """
     start, end = rules.first_seen(first_pos), first_pos + num_queries
+    if call.chosen is not None:
+        start, end = jnp.int32(0), jnp.minimum(end, call.chosen.shape[1])
     lo = start // tile.keys * tile.keys
     return start, end, lo, (end - lo + (tile.keys - 1)) // tile.keys
 

@@ -64,6 +64,8 @@ class GpuBackend(XlaBackend):
 
     def why_not_invariant(self, task: Task) -> str | None:
         """All matmuls are the kernel's, in one tile, and all of attention is in one lane."""
+        if task.work is Work.ATTENTION and task.chooses_keys:
+            return "XLA chooses keys for several tokens together, and rounds scores by their number"
         return None
 
     @property

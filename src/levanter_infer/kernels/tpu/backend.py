@@ -17,7 +17,16 @@ from jax.experimental.pallas import tpu as pltpu
 
 from levanter_infer.kernels import scopes
 from levanter_infer.kernels.backend import Fuse, Platform, Task, Work
-from levanter_infer.kernels.call import AttentionCall, GroupedCall, KvWrite, PoolShape, Rotation, checked
+from levanter_infer.kernels.call import (
+    AttentionCall,
+    GroupedCall,
+    IndexQueries,
+    KvWrite,
+    PoolShape,
+    Rotation,
+    checked,
+    with_index_part,
+)
 from levanter_infer.kernels.rules import ScoreRules
 from levanter_infer.kernels.tpu import grouped, kv_write, row_writes, sampling
 from levanter_infer.kernels.tpu.decode import decode_attention
@@ -65,6 +74,8 @@ class TpuBackend(XlaBackend):
         supported = grouped.supports_dtype if task.work is Work.MATMUL else supports_dtype
         if not supported(task.dtype):
             return f"{task.stored} are {task.dtype}, which the kernel does not take"
+        if task.chooses_keys:
+            return "an indexer chooses the keys of attention, which the kernel does not take"
         return None
 
     def why_not_invariant(self, task: Task) -> str | None:
@@ -142,8 +153,11 @@ class TpuBackend(XlaBackend):
         tokens = pool.at[:, pages, :, offsets].get(mode="clip").swapaxes(0, 1)
         return _layout(shape).unpack(tokens).astype(jnp.float32)
 
+    def choose_keys(self, call: AttentionCall, queries: IndexQueries) -> Array:
+        raise ValueError(f"the backend {self.name} does not choose keys by an indexer; use xla")
+
     def attend(self, call: AttentionCall) -> Array:
-        call = checked(call)
+        call = with_index_part(checked(call))
         _check_pool(call)
         return tpu_attention(call, self.tiles, invariant=self.is_apart, interpret=self.interpret)
 
@@ -186,6 +200,8 @@ def _layout(shape: PoolShape) -> TpuPool:
 
 
 def _check_pool(call: AttentionCall) -> None:
+    if call.chosen is not None:
+        raise ValueError('impl="tpu" does not take chosen keys; use "xla"')
     kv_heads, kv_pages = call.kv_heads, call.kv_pages
     if kv_heads < 1 or call.q.shape[1] % kv_heads != 0:
         raise ValueError(f"kv_heads: got {kv_heads}, expected a number that divides the {call.q.shape[1]} query heads")

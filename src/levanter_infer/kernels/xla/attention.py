@@ -1,13 +1,9 @@
 """The `xla` implementation: paged attention with an online softmax over page groups, a few query blocks at a time.
 
-The packed tokens are cut into query blocks of at most `block_q` queries of one row. There are two lanes, so that decode
-tokens do not pay for the width of prompt chunks: rows with one token, and rows with more. A lane runs a tile of query
-blocks at a time; within the tile one loop over groups of pages keeps m, l and acc (running maximum, denominator and
-output) of every query. Only the query blocks that exist and the groups that a tile's queries see are visited, so the
-work follows the live contexts.
-
-Every shape inside the loops is fixed, and groups that a query does not see change none of its bits. So the result of a
-row does not depend on batch composition.
+Within a tile of query blocks (`kernels.xla.blocks`) one loop over groups of pages keeps m, l and acc (running maximum,
+denominator and output) of every query. Only the groups that a tile's queries see are visited, so the work follows the
+live contexts; groups that a query does not see change none of its bits. Where an indexer has chosen the keys of each
+token, every token is a query block, and its groups are of chosen keys.
 """
 
 from dataclasses import dataclass
@@ -16,93 +12,33 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from levanter_infer.kernels.call import AttentionCall
+from levanter_infer.kernels.call import NO_KEY, AttentionCall
 from levanter_infer.kernels.rules import MASKED, NOTHING_SEEN, decode_bits
-
-
-@dataclass(frozen=True)
-class Lane:
-    """Static sizes of one lane."""
-
-    block_q: int
-    """Queries per query block."""
-    tile: int
-    """Query blocks that are computed together."""
-
-
-_GROUP_TOKENS = 128
-_PREFILL_QUERIES = 16
-_MIN_DOT_ROWS = 4
-_MIN_REDUCED = 4096
-"""XLA's CPU compiler takes other paths, with other bits, for matmuls of fewer than 4 rows, for some of 96 (32 queries
-of 3 heads of 32), and for reductions of fewer than 4096 elements. These sizes keep a token's bits the same in a decode
-step, in a prompt chunk and in any number of rows: so measured for heads of 16 to 256 and 1 to 8 query heads per kv
-head."""
-
-
-def lanes(num_tokens: int, num_rows: int, kv_heads: int, heads_per_kv_head: int, group: int) -> tuple[Lane, Lane]:
-    """The decode lane and the prefill lane, for page groups of `group` keys.
-
-    Measured on two CPU cores at 9 query heads of 64: tiles of 2 are best for a lone decode token (0.07 ms at 256 keys;
-    tiles of 8: 0.17 ms), of 8 for 32 of them and for a prompt chunk of 256 tokens (1.3 ms; tiles of 1: 2.1 ms).
-    """
-    decode_queries = -(-_MIN_DOT_ROWS // heads_per_kv_head)
-
-    def lane(block_q: int, tile: int) -> Lane:
-        reduced = kv_heads * heads_per_kv_head * block_q * group
-        return Lane(block_q, max(min(tile, 8), -(-_MIN_REDUCED // reduced)))
-
-    return lane(decode_queries, max(num_rows // 4, 2)), lane(_PREFILL_QUERIES, max(num_tokens // 32, 1))
-
-
-@dataclass(frozen=True)
-class _Blocks:
-    """The query blocks of a lane, i32[max_blocks] each."""
-
-    row: Array
-    first_token: Array
-    num_tokens: Array
-    first_pos: Array
-    """Position of the first query in its sequence."""
-    count: Array
-    """i32[]: query blocks that exist; the others have no tokens."""
+from levanter_infer.kernels.xla.blocks import GROUP_TOKENS, Tile, cut, lanes, passes, run_lane
 
 
 def xla_attention(call: AttentionCall) -> Array:
     """`ragged_paged_attention` in jnp. Returns: [T, Hq, D] (of latents [T, Hq, value_dim]), 0 for padding tokens."""
-    num_tokens, num_rows, q_lens = call.num_tokens, call.num_rows, call.q_lens
-    group_pages = min(-(-_GROUP_TOKENS // call.page_size), call.page_indices.shape[1])
-    tiles = _Tiles(call, group_pages)
+    tiles = _Tiles(call, min(-(-GROUP_TOKENS // call.page_size), call.page_indices.shape[1]))
+    heads = call.kv_heads, call.heads_per_kv_head
+    if call.chosen is None:
+        parts = passes(call, *heads, tiles.group)
+    else:
+        lane, _ = lanes(call.num_tokens, call.num_tokens, *heads, tiles.group)
+        parts = [(lane, cut(call.q_lens, call.seq_lens, call.cu_q_lens, 1, call.num_tokens))]
     out = jnp.zeros(call.out_shape, call.q.dtype)
-    decode, prefill = lanes(num_tokens, num_rows, call.kv_heads, call.heads_per_kv_head, group_pages * call.page_size)
-    passes = [(decode, q_lens == 1, num_rows)]
-    if num_tokens > 1:
-        prefills = min(num_rows, num_tokens // 2)
-        passes.append((prefill, q_lens > 1, prefills + (num_tokens - prefills) // prefill.block_q))
-    for lane, member, max_blocks in passes:
-        blocks = _cut(jnp.where(member, q_lens, 0), call.seq_lens, call.cu_q_lens, lane.block_q, max_blocks)
-        out = tiles.run_lane(out, blocks, lane)
+    for lane, blocks in parts:
+        out = run_lane(call, lane, blocks, out, tiles.run)
     return out
 
 
-def _cut(q_lens: Array, seq_lens: Array, cu_q_lens: Array, block_q: int, max_blocks: int) -> _Blocks:
-    """Cut every row's tokens into query blocks, in order."""
-    per_row = (q_lens + (block_q - 1)) // block_q
-    ends = jnp.cumsum(per_row, dtype=jnp.int32)
-    block = jnp.arange(max_blocks, dtype=jnp.int32)
-    row = jnp.searchsorted(ends, block, side="right").astype(jnp.int32)
-
-    def of_row(values):
-        return values.at[row].get(mode="fill", fill_value=0)
-
-    skipped = (block - of_row(ends - per_row)) * block_q
-    return _Blocks(
-        row=row,
-        first_token=of_row(cu_q_lens[:-1]) + skipped,
-        num_tokens=jnp.clip(of_row(q_lens) - skipped, 0, block_q),
-        first_pos=of_row(seq_lens - q_lens) + skipped,
-        count=ends[-1],
-    )
+def keys_in_pages(call: AttentionCall, row: Array, index: Array, group_pages: int) -> tuple[Array, Array]:
+    """Pages of the page group `index` of each row, i32[tile, group_pages], and which of their keys are on a page that
+    is not none, bool[tile, tokens]."""
+    num_pages = call.kv_pages.shape[1]
+    column = index * group_pages + jnp.arange(group_pages, dtype=jnp.int32)
+    pages = call.page_indices.at[row[:, None], column[None, :]].get(mode="fill", fill_value=num_pages)
+    return pages, jnp.repeat(pages < num_pages, call.page_size, axis=1)
 
 
 @dataclass(frozen=True)
@@ -111,61 +47,47 @@ class _Tiles:
 
     call: AttentionCall
     group_pages: int
-    """Pages per turn of the online softmax."""
+    """Pages per turn of the online softmax; of chosen keys, a turn has as many keys."""
 
-    def run_lane(self, out: Array, blocks: _Blocks, lane: Lane) -> Array:
-        """Compute the tokens of one lane. Returns: `out` with their outputs."""
-        call = self.call
-        num_tokens = call.num_tokens
-        offset = jnp.arange(lane.block_q, dtype=jnp.int32)[None, :]
+    @property
+    def group(self) -> int:
+        """Keys per turn."""
+        return self.group_pages * self.call.page_size
 
-        def body(carry):
-            index, out = carry
-            block = index * lane.tile + jnp.arange(lane.tile, dtype=jnp.int32)
-            row = blocks.row.at[block].get(mode="fill", fill_value=call.page_indices.shape[0])
-            first, length, first_pos = (
-                values.at[block].get(mode="fill", fill_value=0)[:, None]
-                for values in (blocks.first_token, blocks.num_tokens, blocks.first_pos)
-            )
-            live = offset < length
-            token = jnp.where(live, first + offset, num_tokens)
-            queries = call.q.at[token].get(mode="fill", fill_value=0)
-            result = self.run_tile(queries, row, first_pos + offset, live)
-            return index + 1, out.at[token].set(result, mode="drop")
-
-        def cond(carry):
-            return carry[0] * lane.tile < blocks.count
-
-        return jax.lax.while_loop(cond, body, (jnp.int32(0), out))[1]
-
-    def run_tile(self, queries: Array, row: Array, q_pos: Array, live: Array) -> Array:
+    def run(self, at: Tile) -> Array:
         """Attention of one tile.
 
-        Args:
-            queries: [tile, block_q, Hq, D].
-            row: i32[tile], row of each query block.
-            q_pos: i32[tile, block_q], position of each query.
-            live: bool[tile, block_q], which queries exist.
         Returns: [tile, block_q, Hq, size of values].
         """
-        call, f32 = self.call, jnp.float32
+        call, group, f32 = self.call, self.group, jnp.float32
+        queries, q_pos, live = at.of_tokens(call.q), at.q_pos, at.live
         tile, block_q, num_heads, head_dim = queries.shape
         kv_heads, per_kv_head = call.kv_heads, call.heads_per_kv_head
-        group = self.group_pages * call.kv_pages.shape[2]
         # [tile, kv_head, (head, query), D]: one matmul per kv head, so that keys and values are never repeated.
         query = queries.astype(f32).reshape(tile, block_q, kv_heads, per_kv_head, head_dim).transpose(0, 2, 3, 1, 4)
         query = query.reshape(tile, kv_heads, per_kv_head * block_q, head_dim)
         head = jnp.arange(num_heads, dtype=jnp.int32).reshape(1, kv_heads, per_kv_head, 1, 1)
-        end = jnp.max(jnp.where(live, q_pos + 1, 0))
-        start = jnp.min(jnp.where(live, call.rules.first_seen(q_pos), end))
+        if call.chosen is None:
+            chosen = None
+            end = jnp.max(jnp.where(live, q_pos + 1, 0))
+            start = jnp.min(jnp.where(live, call.rules.first_seen(q_pos), end))
+        else:  # the first query of a block, which is its only one
+            chosen = call.chosen.at[at.token[:, 0]].get(mode="fill", fill_value=NO_KEY)
+            start, end = jnp.int32(0), jnp.max(jnp.sum(chosen != NO_KEY, axis=1, dtype=jnp.int32))
         q_pos, live = q_pos[:, None, None, :, None], live[:, None, None, :, None]
         by_row, by_head = query.shape[:3], (tile, kv_heads, per_kv_head, block_q)
 
         def body(carry):
             # by_row = [tile, Hkv, heads per kv head * block_q]: m and l are [*by_row, 1], acc is [*by_row, value_dim].
             index, m_prev, l_prev, acc = carry
-            kv_pos = (index * group + jnp.arange(group, dtype=jnp.int32)).reshape(1, 1, 1, 1, group)
-            keys, values, mapped = self.load(row, index)
+            place = index * group + jnp.arange(group, dtype=jnp.int32)
+            if chosen is None:
+                kv_pos = place.reshape(1, 1, 1, 1, group)
+                keys, values, mapped = self.load(at.row, index)
+            else:
+                positions = chosen.at[:, place].get(mode="fill", fill_value=NO_KEY)
+                kv_pos = positions[:, None, None, None, :]
+                keys, values, mapped = self.load_chosen(at.row, positions)
             seen = call.rules.seen(q_pos, kv_pos, head) & mapped[:, None, None, None, :] & live
             # A value that no query of the block sees is set to 0; a weight of 0 would not suffice: 0 * NaN is NaN.
             used = jnp.any(seen, axis=(2, 3))[..., None]
@@ -196,10 +118,8 @@ class _Tiles:
         """Keys and values of page group `index` of each row, f32[tile, Hkv, tokens, D] each (values of latents are the
         first numbers of their keys), and which of them are on a page that is not none, bool[tile, tokens]."""
         call = self.call
-        num_pages, page_size, pairs, width = call.kv_pages.shape[1:]
-        column = index * self.group_pages + jnp.arange(self.group_pages, dtype=jnp.int32)
-        pages = call.page_indices.at[row[:, None], column[None, :]].get(mode="fill", fill_value=num_pages)
-
+        pairs, width = call.kv_pages.shape[3:]
+        pages, mapped = keys_in_pages(call, row, index, self.group_pages)
         sides = 2 if call.value_dim is None else 1
 
         def by_head(pool, layer, pages):
@@ -219,5 +139,16 @@ class _Tiles:
         # a CPU; on a TPU it would make the compiler transpose the full pool.
         stored = jax.lax.platform_dependent(call.kv_pages, call.layer, pages, cpu=by_head, default=by_page)
         keys, *values = (decode_bits(side, call.kv_dtype) for side in stored)
-        values = values[0] if values else keys[..., : call.value_dim]
-        return keys, values, jnp.repeat(pages < num_pages, page_size, axis=1)
+        return (keys, values[0], mapped) if values else (*self._of_latents(keys), mapped)
+
+    def load_chosen(self, row: Array, positions: Array) -> tuple[Array, Array, Array]:
+        """As `load`, the latents at positions i32[tile, tokens] of each row."""
+        call, num_pages = self.call, self.call.kv_pages.shape[1]
+        pages = call.page_indices.at[row[:, None], positions // call.page_size].get(mode="fill", fill_value=num_pages)
+        stored = call.kv_pages.at[call.layer, pages, positions % call.page_size].get(mode="clip")
+        latents = decode_bits(stored, call.kv_dtype).transpose(0, 2, 1, 3)
+        return *self._of_latents(latents), pages < num_pages
+
+    def _of_latents(self, latents: Array) -> tuple[Array, Array]:
+        """Keys and values of what is stored; an index key is neither."""
+        return latents[..., : self.call.q.shape[2]], latents[..., : self.call.value_dim]

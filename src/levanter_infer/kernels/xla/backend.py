@@ -13,13 +13,24 @@ from jax import Array
 
 from levanter_infer.kernels import int8, scopes
 from levanter_infer.kernels.backend import Backend, Task, Work
-from levanter_infer.kernels.call import AttentionCall, GroupedCall, KvWrite, LinearCall, PoolShape, check_pool, checked
+from levanter_infer.kernels.call import (
+    AttentionCall,
+    GroupedCall,
+    IndexQueries,
+    KvWrite,
+    LinearCall,
+    PoolShape,
+    check_index,
+    check_pool,
+    checked,
+)
 from levanter_infer.kernels.loops import run_bucket
 from levanter_infer.kernels.rules import decode_bits
 from levanter_infer.kernels.xla.attention import xla_attention
 from levanter_infer.kernels.xla.grouped import in_blocks, ragged_matmul
+from levanter_infer.kernels.xla.index import xla_choose_keys
 from levanter_infer.kernels.xla.linear import as_floats, matmul, to_bits
-from levanter_infer.kernels.xla.reference import reference_attention
+from levanter_infer.kernels.xla.reference import reference_attention, reference_choice
 
 BLOCK_TOKENS = 256
 """Tokens of a block in `numerics: batch_invariant`: about as many as take a matrix unit as long as reading the weights
@@ -140,6 +151,15 @@ class XlaBackend(Backend):
     def read_kv(self, pool: Array, shape: PoolShape, pages: Array, offsets: Array) -> Array:
         return decode_bits(pool.at[:, pages, offsets].get(mode="clip"), shape.dtype)
 
+    def choose_keys(self, call: AttentionCall, queries: IndexQueries) -> Array:
+        call = checked(call)
+        check_pool(call)
+        check_index(call, queries)
+        return self._choose_keys(call, queries)
+
+    def _choose_keys(self, call: AttentionCall, queries: IndexQueries) -> Array:
+        return xla_choose_keys(call, queries)
+
     def attend(self, call: AttentionCall) -> Array:
         call = checked(call)
         check_pool(call)
@@ -154,6 +174,9 @@ class ReferenceBackend(XlaBackend):
     """The oracle: every page of every row is gathered, and one dense softmax computed per token; else as `xla`."""
 
     name = "reference"
+
+    def _choose_keys(self, call: AttentionCall, queries: IndexQueries) -> Array:
+        return reference_choice(call, queries)
 
     def _attend(self, call: AttentionCall) -> Array:
         return reference_attention(call)[0]
