@@ -157,10 +157,11 @@ def make_ragged(sizes: Sizes, rows: list[tuple[int, int]], seed: int = 0) -> Rag
     return Ragged(sizes, arrays, q_lens, seq_lens, queries, keys, values)
 
 
-def for_tpu(batch: Ragged) -> dict:
-    """The batch's arrays with the pool in a TPU's layout."""
+def for_tpu(batch: Ragged, index_dim: int = 0) -> dict:
+    """The batch's arrays with the pool in a TPU's layout. Args: index_dim: the last of `head_dim`, of an index key."""
     sizes, pool = batch.sizes, batch.arrays["kv_pages"]
-    layout = TpuPool(sizes.kv_heads, sizes.head_dim, sizes.dtype == "int8", sizes.value_dim)
+    head_dim = sizes.head_dim - index_dim
+    layout = TpuPool(sizes.kv_heads, head_dim, sizes.dtype == "int8", sizes.value_dim, index_dim)
 
     @jax.jit
     def packed(pool):

@@ -7,9 +7,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax._src.pallas.mosaic.interpret import interpret_pallas_call
 
 from levanter_infer.kernels.call import NO_KEY, IndexQueries
 from levanter_infer.kernels.registry import make_backend
+from levanter_infer.kernels.tpu.choice import is_largest
+from levanter_infer.kernels.tpu.sizes import Tile, align_queries
+from levanter_infer.kernels.tpu.tiling import Tiles
 from levanter_infer.kernels.xla import blocks
 from tests.kernels.ragged import (
     RUNS_HERE,
@@ -19,9 +23,11 @@ from tests.kernels.ragged import (
     attention_call,
     bits,
     dense_attention,
+    for_tpu,
     make_ragged,
     random_rows,
 )
+from tests.tiers import nightly_but
 
 KINDS = ("decode", "prompts", "chunks", "mixed")
 INDEX_HEADS, INDEX_DIM, CHOSEN = 5, 22, 12
@@ -202,6 +208,70 @@ def test_calls_that_do_not_fit_are_refused():
         attend(**arrays, index_dim=22, scale=1.0, value_dim=24, impl="xla", chosen=jnp.zeros(48, jnp.int32))
     with pytest.raises(ValueError, match="index_dim and chosen are for a pool of latents; give value_dim too"):
         attend(**arrays, index_dim=22, scale=1.0, kv_heads=1, impl="xla")
-    with pytest.raises(ValueError, match="the backend tpu does not choose keys by an indexer; use xla"):
-        static = dict(scale=1.0, value_dim=24, index_dim=INDEX_DIM, backend=make_backend("xla"))
-        make_backend("tpu").choose_keys(attention_call(**arrays, **static), queries)
+
+
+TPU_SIZES = {
+    "small": Sizes(6, 1, 176 + INDEX_DIM, 32, tokens=80, rows=5, max_pages=10, value_dim=144),
+    "bits": Sizes(16, 1, 96 + INDEX_DIM, 32, tokens=150, max_pages=10, dtype="bfloat16", value_dim=64),
+    "int8": Sizes(4, 1, 40 + INDEX_DIM, 32, tokens=80, rows=5, max_pages=10, dtype="int8", value_dim=24),
+    "float8": Sizes(4, 1, 40 + INDEX_DIM, 32, tokens=80, rows=5, max_pages=10, dtype="float8_e4m3fn", value_dim=24),
+}
+TPU_ROWS = [(1, 300), (7, 140), (1, 3), (66, 290), (1, 64)]
+"""Decode tokens, and chunks whose query blocks begin in any lane; some see fewer keys than may be chosen."""
+
+
+def chosen_on_tpu(choice: np.ndarray, q_pos: np.ndarray) -> list[np.ndarray]:
+    """Positions of the keys that each token has chosen, of those up to its own."""
+    by_lane = np.asarray(choice, np.float32).reshape(choice.shape[0], -1, 128)
+    found = []
+    for token in range(len(q_pos)):
+        group, lane = divmod(token, 64)
+        own = by_lane[group, :, lane]
+        if group > 0:  # the group before has the same token in its upper half
+            np.testing.assert_array_equal(by_lane[group - 1, :, lane + 64], own)
+        found.append(np.flatnonzero(own[: q_pos[token] + 1] == 0))
+    return found
+
+
+@pytest.mark.parametrize("name", nightly_but(["small"], TPU_SIZES))
+def test_the_kernels_of_a_tpu_leave_out_keys_that_are_not_chosen(name):
+    sizes = TPU_SIZES[name]
+    batch = make_sparse(sizes, TPU_ROWS)
+    queries = index_queries(batch, num_chosen=40)
+    arrays = for_tpu(batch, INDEX_DIM)
+    del arrays["kv_heads"]
+    static = dict(kv_heads=1, scale=0.3, kv_dtype=sizes.dtype, value_dim=sizes.value_dim, index_dim=INDEX_DIM)
+    backend = make_backend("tpu_interpret")
+
+    @jax.jit
+    def choose_on_tpu(arrays: dict, q, weights):
+        call = attention_call(**arrays, **static, backend=backend)
+        return backend.choose_keys(call, IndexQueries(q, weights, queries.num_chosen))
+
+    choice = choose_on_tpu(arrays, queries.q, queries.weights)
+    expected = expected_choice(batch, queries)
+    q_pos = np.concatenate([np.arange(n - q, n) for q, n in TPU_ROWS])
+    found = chosen_on_tpu(choice, q_pos)
+    for own, wanted in zip(found, expected, strict=False):
+        np.testing.assert_array_equal(own, wanted[wanted != NO_KEY])
+    tiles = Tiles(Tile(4, 3, 1), Tile(4, 3, 1, max(8, align_queries(sizes.q_heads))))
+    run = jax.jit(lambda arrays, chosen: attend(**arrays, **static, tiles=tiles, impl="tpu_interpret", chosen=chosen))
+    out = run(arrays, choice)
+    assert interpret_pallas_call.races is not None and not interpret_pallas_call.races.races_found
+    np.testing.assert_allclose(out, dense_attention(batch, scale=0.3, chosen=expected), atol=1e-5, rtol=1e-5)
+    whole = jax.jit(lambda arrays: attend(**arrays, **static, tiles=tiles, impl="tpu_interpret"))(arrays)
+    np.testing.assert_allclose(whole, dense_attention(batch, scale=0.3), atol=1e-5, rtol=1e-5)
+
+
+def test_the_largest_scores_are_found_without_a_sort():
+    rng = np.random.default_rng(0)
+    scores = rng.standard_normal((40, 300)).astype(np.float32)
+    scores[:, ::7] = -np.inf
+    scores[5:20] = np.round(scores[5:20])  # many equal ones, and both zeros
+    scores[3] = -np.inf
+    scores[4, 10:] = -np.inf
+    for count in (1, 13, 150, 300):
+        found = np.asarray(jax.jit(is_largest, static_argnums=1)(jnp.asarray(scores), count))
+        for row, own in zip(found, scores, strict=True):
+            best = np.argsort(-own, kind="stable")[:count]
+            np.testing.assert_array_equal(np.flatnonzero(row), np.sort(best[own[best] > -np.inf]))

@@ -9,7 +9,7 @@ import numpy as np
 from haliax import Axis, NamedArray
 from jax import Array
 
-from levanter_infer.axes import DATA, HEAD_SIZE, KV_HEADS, KV_PAIR, LAYERS, PAGE, PAGE_OFFSET, TOKEN
+from levanter_infer.axes import DATA, HEAD_SIZE, KV_HEADS, KV_PAIR, LAYERS, PAGE, PAGE_OFFSET, SEQ_PAGE, TOKEN
 from levanter_infer.cache.arrays import replace
 from levanter_infer.cache.batch_info import PageBatchInfo
 from levanter_infer.cache.pool import Pool
@@ -36,6 +36,8 @@ class KvPages(Pool):
     backend: Backend = eqx.field(static=True)
     is_latent: bool = eqx.field(static=True, default=False)
     """Whether tokens store latents (`PoolShape.is_latent`)."""
+    index_dim: int = eqx.field(static=True, default=0)
+    """`PoolShape.index_dim`."""
 
     @staticmethod
     def init(shape: PoolShape, backend: Backend = XLA) -> "KvPages":
@@ -44,7 +46,7 @@ class KvPages(Pool):
         names = [_AXES[axis] for axis in backend.pool_order]
         axes = tuple(Axis(name, size) for name, size in zip(names, array.shape, strict=True))
         sizes = jnp.dtype(shape.dtype), shape.kv_heads, shape.head_dim
-        return KvPages(NamedArray(array, axes), *sizes, backend, shape.is_latent)
+        return KvPages(NamedArray(array, axes), *sizes, backend, shape.is_latent, shape.index_dim)
 
     @property
     def num_layers(self) -> int:
@@ -67,7 +69,7 @@ class KvPages(Pool):
     def shape(self) -> PoolShape:
         """Sizes of the pool."""
         pages = self.num_layers, self.num_pages, self.page_size
-        return PoolShape(*pages, self.num_kv_heads, self.head_size, self.dtype, self.is_latent)
+        return PoolShape(*pages, self.num_kv_heads, self.head_size, self.dtype, self.is_latent, self.index_dim)
 
     def planned(self, batch: PageBatchInfo) -> PageBatchInfo:
         """With the plan of the layers' writes."""
@@ -110,12 +112,18 @@ class KvPages(Pool):
     def _write_of(self, layer: Array, batch: PageBatchInfo, k: Array, v: Array | None) -> KvWrite:
         page, offset = batch.pages_and_offsets()
         dests, plan = batch.new_token_dests.array, batch.write_plan
-        return KvWrite(k, v, layer, dests, page, offset, self.dtype, plan=plan)
+        return KvWrite(k, v, layer, dests, page, offset, self.dtype, plan=plan, index_dim=self.index_dim)
 
     def _written(self, write: KvWrite) -> tuple[Array | None, "KvPages"]:
         with jax.named_scope(scopes.KV_WRITE):
             q, pages = self.backend.write_kv(self.pages.array, write)
         return q, replace(self, pages=pages)
+
+    def no_choice(self, batch: PageBatchInfo, num_chosen: int) -> Array:
+        """The keys that tokens have chosen before the first layer (`Backend.choose_keys`): anything."""
+        num_tokens, max_pages = batch.tokens.array.shape[0], batch.page_indices.axis_size(SEQ_PAGE)
+        choice = self.backend.choice_type(num_tokens, max_pages, self.page_size, num_chosen, self.dtype)
+        return jnp.zeros(choice.shape, choice.dtype)
 
     def copy(self, source: Array, target: Array) -> "KvPages":
         """Copy whole pages, in all layers: `source[i]` to `target[i]`, i32[n]; pairs of none are ignored."""

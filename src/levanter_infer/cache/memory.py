@@ -92,11 +92,14 @@ class Latents(Memory):
     """
 
     size: int
-    """Numbers of a token: its latent and that key."""
+    """Numbers of a token: its latent and that key, and its index key."""
+    index_dim: int = 0
+    """Numbers of the index key, by which an indexer chooses keys (`layers/indexer.py`); 0: there is none."""
 
     def init(self, num_layers: int, sizes: PoolSizes) -> KvPages:
         heads, dtype = sizes.local_heads(1), jnp.dtype(sizes.dtype)
-        shape = PoolShape(num_layers, sizes.num_pages, sizes.page_size, heads, self.size, dtype, is_latent=True)
+        pages = num_layers, sizes.num_pages, sizes.page_size
+        shape = PoolShape(*pages, heads, self.size, dtype, is_latent=True, index_dim=self.index_dim)
         return KvPages.init(shape, sizes.backend)
 
 

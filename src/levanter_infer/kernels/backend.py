@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 
@@ -432,11 +433,22 @@ class Backend(ABC):
 
     @abstractmethod
     def choose_keys(self, call: AttentionCall, queries: IndexQueries) -> Array:
-        """The keys that an indexer chooses for each token, as `AttentionCall.chosen` takes them: i32[T, n] with n =
-        `num_chosen`, or all positions that pages hold if those are fewer. Padding tokens choose none.
+        """The keys that an indexer chooses for each token, as `AttentionCall.chosen` takes them; what padding tokens
+        choose means nothing. As a rule i32[T, n] with n = `num_chosen`, or all positions that pages hold if those are
+        fewer.
 
-        Raises: ValueError for shapes or dtypes that do not fit together, and by backends that do not compute it
-            (`Task.chooses_keys`).
+        Raises: ValueError for shapes or dtypes that do not fit together.
+        """
+
+    @abstractmethod
+    def choice_type(
+        self, num_tokens: int, max_pages: int, page_size: int, num_chosen: int, kv_dtype: jnp.dtype
+    ) -> jax.ShapeDtypeStruct:
+        """Shape and dtype of the result of `choose_keys`.
+
+        Args:
+            num_tokens: of the call.
+            max_pages: columns of its page table.
         """
 
     @abstractmethod

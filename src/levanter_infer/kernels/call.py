@@ -64,8 +64,8 @@ class AttentionCall:
     index_dim: int = 0
     """Numbers of the index key that a token stores behind its latent (`IndexQueries`); 0: it stores none."""
     chosen: Array | None = None
-    """i32[T, n], ascending positions of the keys that each query sees, in the order of positions, and `NO_KEY` behind
-    them, as `Backend.choose_keys` gives them; of a pool of latents. None: a query sees all keys from 0 to its own."""
+    """The keys that each query sees, as `choose_keys` of the same backend gives them; of a pool of latents. As a rule
+    i32[T, n], ascending positions, and `NO_KEY` behind them. None: a query sees all keys from 0 to its own."""
 
     @property
     def out_shape(self) -> tuple[int, int, int]:
@@ -132,6 +132,8 @@ class PoolShape:
     """Dtype of the stored numbers. Pages of int8 also hold the code of each head's scale (`kernels.int8`)."""
     is_latent: bool = False
     """Whether a head stores keys alone, the first numbers of which are values too (latent attention)."""
+    index_dim: int = 0
+    """The last of its `head_dim` numbers, which are an index key (`IndexQueries`); 0: there is none."""
 
     @property
     def heads_per_token(self) -> int:
@@ -180,6 +182,8 @@ class KvWrite:
     """Rotation of `q` and `k`; only for backends that fuse it (`Backend.fuses`)."""
     plan: Any = None
     """`Backend.write_plan` of the pool and `dests`; None: it is computed where it is needed."""
+    index_dim: int = 0
+    """As in `PoolShape`."""
 
 
 @dataclass(frozen=True)
@@ -267,9 +271,6 @@ def checked(call: AttentionCall) -> AttentionCall:
     if q.ndim != 3 or not jnp.issubdtype(q.dtype, jnp.floating):
         raise ValueError(f"q: got {q.dtype}{list(q.shape)}, expected a float array [tokens, query heads, head_dim]")
     _check_batch(call)
-    if call.chosen is not None and (call.chosen.ndim, call.chosen.dtype) != (2, jnp.int32):
-        chosen = call.chosen
-        raise ValueError(f"chosen: got {chosen.dtype}{list(chosen.shape)}, expected int32[tokens, keys]")
     for name, per_head in (("alibi_slopes", rules.alibi_slopes), ("sinks", call.sinks)):
         if per_head is not None and per_head.shape != (q.shape[1],):
             raise ValueError(f"{name}: got shape {per_head.shape}, expected one entry per query head, ({q.shape[1]},)")
@@ -330,6 +331,9 @@ def check_pool(call: AttentionCall) -> None:
 
 def _check_latents(call: AttentionCall) -> None:
     heads, size, value_dim = call.q.shape[1], call.q.shape[2], call.value_dim
+    if call.chosen is not None and (call.chosen.ndim, call.chosen.dtype) != (2, jnp.int32):
+        chosen = call.chosen
+        raise ValueError(f"chosen: got {chosen.dtype}{list(chosen.shape)}, expected int32[tokens, keys]")
     if call.kv_pages.shape[3] != call.kv_heads or heads % call.kv_heads:
         raise ValueError(
             f"kv_pages: got {call.kv_pages.shape[3]} heads of latents for {heads} query heads, expected "

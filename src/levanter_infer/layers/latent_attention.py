@@ -107,7 +107,7 @@ class LatentAttentionBlock:
     @property
     def memory(self) -> Latents:
         """Latents of every token, and its index key."""
-        return Latents(self.head_dim + self.index_dim)
+        return Latents(self.head_dim + self.index_dim, self.index_dim)
 
     @property
     def window(self) -> None:

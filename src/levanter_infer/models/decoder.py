@@ -25,9 +25,9 @@ from levanter_infer.axes import (
 )
 from levanter_infer.cache.batch_info import PageBatchInfo
 from levanter_infer.cache.cache import Cache
+from levanter_infer.cache.kv_pages import KvPages
 from levanter_infer.cache.slot_state import SlotState
 from levanter_infer.kernels.backend import Backend
-from levanter_infer.kernels.call import NO_KEY
 from levanter_infer.layers.attention import AttentionBlock, AttentionInputs, AttentionSpec
 from levanter_infer.layers.branch_conv import Convolve
 from levanter_infer.layers.gated_norm import init_norm
@@ -368,7 +368,7 @@ class DecoderModel(eqx.Module):
         ring = ring_of(self.config, self.backend, self.shard_axis, batch.tokens.array.shape[0], self.activation_dtype)
         x = self._embed(batch.tokens, batch.positions, num_tokens, ring)
         own_inputs = self._layer_inputs(batch.tokens, x, num_tokens)
-        carry = x, squares_of(x, ring), cache, chosen, self._first_keys(batch, attention)
+        carry = x, squares_of(x, ring), cache, chosen, self._first_keys(batch, cache, attention)
         for group in self.config.groups:
             trip = functools.partial(run, group)
             if group.trips > 1:
@@ -453,14 +453,13 @@ class DecoderModel(eqx.Module):
 
         return inputs
 
-    def _first_keys(self, batch: PageBatchInfo, attention: AttentionSpec) -> Array | None:
-        """The chosen keys before the first layer, none; None: no layer chooses, be it that sequences are too short."""
-        capacity = batch.page_indices.axis_size(SEQ_PAGE) * batch.page_size
-        if not self.config.chooses_keys(attention.max_seq_len or capacity):
+    def _first_keys(self, batch: PageBatchInfo, cache: Cache, attention: AttentionSpec) -> Array | None:
+        """The chosen keys before the first layer; None: no layer chooses, be it that sequences are too short."""
+        capacity, num_chosen = batch.page_indices.axis_size(SEQ_PAGE) * batch.page_size, self.config.num_chosen
+        if num_chosen is None or not self.config.chooses_keys(attention.max_seq_len or capacity):
             return None
-        assert self.config.num_chosen is not None
-        shape = batch.tokens.array.shape[0], min(self.config.num_chosen, capacity)
-        return jnp.full(shape, NO_KEY, jnp.int32)
+        pool = next(pool for pool in cache.pools if isinstance(pool, KvPages))
+        return pool.no_choice(batch, num_chosen)
 
     def _max_seq_len(self, batch: PageBatchInfo, attention: AttentionSpec) -> int:
         capacity = batch.page_indices.axis_size(SEQ_PAGE) * batch.page_size

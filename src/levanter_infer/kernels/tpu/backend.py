@@ -24,11 +24,11 @@ from levanter_infer.kernels.call import (
     KvWrite,
     PoolShape,
     Rotation,
+    check_index,
     checked,
-    with_index_part,
 )
 from levanter_infer.kernels.rules import ScoreRules
-from levanter_infer.kernels.tpu import grouped, kv_write, row_writes, sampling
+from levanter_infer.kernels.tpu import choice, grouped, kv_write, row_writes, sampling
 from levanter_infer.kernels.tpu.decode import decode_attention
 from levanter_infer.kernels.tpu.kv_write import WritePlan, rotate_and_write, write_kv
 from levanter_infer.kernels.tpu.pool import LANES, TpuPool
@@ -74,12 +74,12 @@ class TpuBackend(XlaBackend):
         supported = grouped.supports_dtype if task.work is Work.MATMUL else supports_dtype
         if not supported(task.dtype):
             return f"{task.stored} are {task.dtype}, which the kernel does not take"
-        if task.chooses_keys:
-            return "an indexer chooses the keys of attention, which the kernel does not take"
         return None
 
     def why_not_invariant(self, task: Task) -> str | None:
         """Attention takes one path: decode tokens are prompt chunks of one token."""
+        if task.work is Work.ATTENTION and task.chooses_keys:
+            return "XLA scores keys for several tokens together, and rounds by their number"
         return None
 
     def configured(self, **options) -> "TpuBackend":
@@ -131,7 +131,7 @@ class TpuBackend(XlaBackend):
         # Under a `shard_map` these are the heads of one device.
         kv_heads, head_dim = write.k.shape[1:]
         value_dim = head_dim if write.v is None else None
-        layout = TpuPool(kv_heads, head_dim, write.kv_dtype == jnp.int8, value_dim)
+        layout = TpuPool(kv_heads, head_dim - write.index_dim, write.kv_dtype == jnp.int8, value_dim, write.index_dim)
         plan = self.write_plan(pool, write.dests) if write.plan is None else write.plan
 
         def scattered(pages: Array, packed: Array) -> Array:
@@ -154,10 +154,18 @@ class TpuBackend(XlaBackend):
         return _layout(shape).unpack(tokens).astype(jnp.float32)
 
     def choose_keys(self, call: AttentionCall, queries: IndexQueries) -> Array:
-        raise ValueError(f"the backend {self.name} does not choose keys by an indexer; use xla")
+        call = checked(call)
+        _check_pool(call)
+        check_index(call, queries)
+        return choice.choose_keys(call, queries)
+
+    def choice_type(
+        self, num_tokens: int, max_pages: int, page_size: int, num_chosen: int, kv_dtype: jnp.dtype
+    ) -> jax.ShapeDtypeStruct:
+        return choice.choice_type(num_tokens, max_pages, page_size, kv_dtype)
 
     def attend(self, call: AttentionCall) -> Array:
-        call = with_index_part(checked(call))
+        call = checked(call)
         _check_pool(call)
         return tpu_attention(call, self.tiles, invariant=self.is_apart, interpret=self.interpret)
 
@@ -196,12 +204,21 @@ def _rotated(x: Array, rotation: Rotation, factor: float = 1.0) -> Array:
 
 def _layout(shape: PoolShape) -> TpuPool:
     value_dim = shape.head_dim if shape.is_latent else None  # how many of them does not change the layout
-    return TpuPool(shape.kv_heads, shape.head_dim, shape.dtype == jnp.int8, value_dim)
+    head_dim = shape.head_dim - shape.index_dim
+    return TpuPool(shape.kv_heads, head_dim, shape.dtype == jnp.int8, value_dim, shape.index_dim)
 
 
 def _check_pool(call: AttentionCall) -> None:
+    if call.index_dim and call.value_dim is None:
+        raise ValueError("index_dim is for a pool of latents; give value_dim too")
     if call.chosen is not None:
-        raise ValueError('impl="tpu" does not take chosen keys; use "xla"')
+        sizes = call.num_tokens, call.page_indices.shape[1], call.page_size, call.kv_dtype
+        expected, chosen = choice.choice_type(*sizes), call.chosen
+        if not call.index_dim or (chosen.shape, chosen.dtype) != (expected.shape, expected.dtype):
+            raise ValueError(
+                f"chosen: got {chosen.dtype}{list(chosen.shape)}, expected {expected.dtype}{list(expected.shape)}, as "
+                "choose_keys gives it, and an index_dim"
+            )
     kv_heads, kv_pages = call.kv_heads, call.kv_pages
     if kv_heads < 1 or call.q.shape[1] % kv_heads != 0:
         raise ValueError(f"kv_heads: got {kv_heads}, expected a number that divides the {call.q.shape[1]} query heads")
@@ -244,8 +261,13 @@ def tpu_attention(
     params = _interpreter(interpret)
     operand = _operand_dtype(call)
     heads = call.kv_heads, call.q.shape[2], call.heads_per_kv_head
-    shape = TileShape(generation(), *heads, call.page_size, call.kv_dtype.name, call.value_dim)
+    masked = call.chosen is not None
+    pages = call.page_size, call.kv_dtype.name, call.value_dim, call.index_dim, masked
+    shape = TileShape(generation(), *heads, *pages)
     tiles = choose(shape) if tiles is None else tiles
+    if masked:
+        prefill = dataclasses.replace(tiles.prefill, queries=min(tiles.prefill.queries, choice.MAX_QUERIES))
+        tiles = dataclasses.replace(tiles, prefill=prefill)
     if not interpret and not call.is_q_ordered:
         call = dataclasses.replace(call, q=_tokens_in_lanes(call.q))
 

@@ -17,6 +17,7 @@ from jax import Array
 
 from levanter_infer.kernels.call import AttentionCall
 from levanter_infer.kernels.rules import MASKED, NOTHING_SEEN
+from levanter_infer.kernels.tpu import choice
 from levanter_infer.kernels.tpu.pipeline import Inputs, Pipeline, mask_unmapped, run_kernel
 from levanter_infer.kernels.tpu.pool import LANES, TpuPool, apart, pairs, side_by_side
 from levanter_infer.kernels.tpu.scales import KEYS, VALUES, key_order, load_numbers, load_scales, scales_of_rows
@@ -63,9 +64,10 @@ def decode_attention(call: AttentionCall, tile: Tile, operand: jnp.dtype, *, int
         padded = jnp.pad(values.reshape(blocks, used), ((0, 0), (0, rows - used)))
         return jnp.broadcast_to(jnp.repeat(padded, sharing, axis=0)[:, :, None], (groups, rows, LANES))
 
-    q = pool.pack_queries(call.q.astype(operand)).reshape(num_tokens, blocks, used, pool.lane_tiles, LANES)
+    q = choice.with_own_lane(pool.pack_queries(call.q.astype(operand)), call, 1)
+    q = q.reshape(num_tokens, blocks, used, pool.query_tiles, LANES)
     q = jnp.pad(q, ((0, 0), (0, 0), (0, rows - used), (0, 0), (0, 0))).swapaxes(2, 3)
-    q = q.reshape(num_tokens, blocks * pool.lane_tiles, rows, LANES)
+    q = q.reshape(num_tokens, blocks * pool.query_tiles, rows, LANES)
     tables = Tables.of(call, tile)
     out = run_kernel(attend_decode, call, sizes, tables.rows, Inputs.of(call, tables, q, by_group), interpret=interpret)
     out = out.reshape(num_tokens, blocks, pool.value_tiles, rows, LANES).swapaxes(2, 3)[:, :, :used]
@@ -123,7 +125,7 @@ def _compute(call: AttentionCall, pipeline: Pipeline, item, q_slot, subblock, pr
         prefetch: starts the copies of pages of a later item (`Pipeline.page_prefetcher`); None for none.
     """
     sizes, inputs, scratch, f32 = pipeline.sizes, pipeline.inputs, pipeline.scratch, jnp.float32
-    index, slot, tiles = pipeline.index(item), pipeline.slot(item), pipeline.sizes.pool.lane_tiles
+    index, slot, tiles = pipeline.index(item), pipeline.slot(item), pipeline.sizes.pool.query_tiles
     rules = dataclasses.replace(call.rules, sliding_window=pipeline.window)
     value_tiles = sizes.pool.value_tiles
     is_first = pipeline.items[index, Item.IS_FIRST] == 1

@@ -33,6 +33,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from levanter_infer.kernels.call import AttentionCall
 from levanter_infer.kernels.rules import LOG2_E
+from levanter_infer.kernels.tpu import choice
 from levanter_infer.kernels.tpu.pool import LANES
 from levanter_infer.kernels.tpu.sizes import OUT_SLOTS, Scratch, Sizes
 from levanter_infer.kernels.tpu.tables import Tables
@@ -54,6 +55,8 @@ class Inputs(NamedTuple):
     """Attention sinks in units of log2: f32[groups, rows, 128], for prefill f32[groups, 8, columns]; None for none."""
     slopes: Any = None
     """ALiBi's, in the same shape; None for none."""
+    chosen: Any = None
+    """`choice.choose_keys`' result, in HBM; None: queries see all keys."""
 
     @staticmethod
     def of(call: AttentionCall, tables: Tables, q: Array, per_head: Callable[[Array], Array]) -> "Inputs":
@@ -65,6 +68,7 @@ class Inputs(NamedTuple):
             q=q,
             sinks=None if sinks is None else per_head(sinks * jnp.float32(LOG2_E)),
             slopes=None if slopes is None else per_head(slopes),
+            chosen=call.chosen,
         )
 
 
@@ -105,7 +109,8 @@ def run_kernel(body: Callable, call: AttentionCall, sizes: Sizes, rows: Rows, in
             (sizes.groups, *values.shape[1:]), lambda step, *_: (_part_and_share(step, shares)[0], 0, 0)
         )
 
-    per_head = dict(sinks=own_heads(inputs.sinks), slopes=own_heads(inputs.slopes))
+    others = dict(sinks=own_heads(inputs.sinks), slopes=own_heads(inputs.slopes))
+    others["chosen"] = None if inputs.chosen is None else hbm
     block = sizes.out_block(call.q.dtype)
     tiles = block.shape[0] * (sizes.tile.parts // sizes.sharing_parts)
     if sizes.tile.queries == 1:
@@ -119,7 +124,7 @@ def run_kernel(body: Callable, call: AttentionCall, sizes: Sizes, rows: Rows, in
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
             grid=(sizes.tile.parts * shares,),
-            in_specs=[Inputs(page_ids=hbm, kv=hbm, q=hbm, **per_head)],
+            in_specs=[Inputs(page_ids=hbm, kv=hbm, q=hbm, **others)],
             out_specs=hbm,
             scratch_shapes=[sizes.scratch(inputs.kv.dtype, call.q.dtype)],
         ),
@@ -354,11 +359,15 @@ class Pipeline:
         page_id = self._page_id_reader(self.index(item))
         sem, kv_block = self.scratch.kv_sem.at[slot], self.kv.at[slot]
         sees_all = self.window is None and self.rules.attention_chunk is None
+        start_chosen = self._chosen_copier(item)
 
         def start_copy(j, pool_page):
             @pl.when((j < end_page) if sees_all else (j >= first_page) & (j < end_page))
             def _():
                 source, target = self.inputs.kv.at[pool_page], kv_block.at[j]
+                if start_chosen is not None:
+                    start_chosen(j)
+                    target = target.at[pl.ds(0, sizes.pool.slabs)]
                 if self.tile.parts == 1:
                     pltpu.make_async_copy(source, target, sem).start()
                     return
@@ -377,6 +386,23 @@ class Pipeline:
                 start_copy(j, pool_page)
 
         return prefetch
+
+    def _chosen_copier(self, item: Array) -> Callable | None:
+        """A function that starts the copy of the choice of keys for a page of an item, into the last slab of the page;
+        None: queries see all keys."""
+        if self.inputs.chosen is None:
+            return None
+        index, slot = self.index(item), self.slot(item)
+        q_block = 0 if self.tile.queries == 1 else self.items[index, Item.Q_BLOCK] * self.tile.queries
+        group = choice.group_of(self.cu_q_lens[self.items[index, Item.ROW]] + q_block)
+        column = self.items[index, Item.KV_BLOCK] * self.tile.pages
+
+        def start(j) -> None:
+            target = self.kv.at[slot, j, self.sizes.slabs - 1]
+            source = self.inputs.chosen.at[group, column + j]
+            pltpu.make_async_copy(source, target, self.scratch.kv_sem.at[slot]).start()
+
+        return start
 
     def prefetch_pages(self, item: Array, first_page: Array, end_page: Array) -> None:
         """Start the copies of an item's pages, several per turn of a loop."""
@@ -427,7 +453,7 @@ class Pipeline:
 
     def _transpose_queries(self, item: Array, tile: int) -> None:
         columns = self.queries(self.q_slot(item), tile, 0, self.sizes.columns).T
-        group, t = divmod(tile, self.sizes.pool.lane_tiles)
+        group, t = divmod(tile, self.sizes.pool.query_tiles)
         for slab in range(self.sizes.columns // LANES):
             numbers = pl.ds(t * LANES, LANES)
             self.scratch.q_columns_ref[group, slab, numbers] = columns[:, slab * LANES : (slab + 1) * LANES]

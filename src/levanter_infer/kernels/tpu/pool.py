@@ -13,6 +13,8 @@ A pool of latents (`PoolShape.is_latent`) stores keys alone, and the first slabs
 
     576 numbers, 1 head     k0 (0…127) | k0 (128…255) | k0 (256…383) | k0 (384…511) | k0 (512…575)
 
+An index key of sparse attention (`PoolShape.index_dim`) has slabs of its own behind them.
+
 A pool of int8 has one slab more per page, with the codes of the scales (`kernels.int8`): lane 2 h for the keys of kv
 head h, lane 2 h + 1 for its values. It comes with the same copy.
 """
@@ -42,11 +44,17 @@ class TpuPool:
     """Whether the pool holds int8, with scales."""
     value_dim: int | None = None
     """Numbers of a key that are its value too, in a pool of latents; None: values are stored beside keys."""
+    index_dim: int = 0
+    """Numbers of an index key, which are not among `head_dim`; 0: there is none."""
+    masked: bool = False
+    """Whether pages get one slab more in VMEM, behind all others: the choice of keys (`kernels.tpu.choice`)."""
 
     @staticmethod
     def of(call: AttentionCall) -> "TpuPool":
         """The layout of the pool that a call reads."""
-        return TpuPool(call.kv_heads, call.q.shape[2], call.kv_dtype == jnp.int8, call.value_dim)
+        masked = call.chosen is not None
+        sizes = call.kv_heads, call.q.shape[2], call.kv_dtype == jnp.int8, call.value_dim
+        return TpuPool(*sizes, call.index_dim, masked)
 
     def __post_init__(self):
         if self.scaled and 2 * self.kv_heads > LANES:
@@ -71,6 +79,16 @@ class TpuPool:
         return math.ceil(self.head_dim / LANES)
 
     @property
+    def query_tiles(self) -> int:
+        """Tiles of 128 lanes of a group's queries: as many as slabs of keys, and one for the choice of keys."""
+        return self.lane_tiles + self.masked
+
+    @property
+    def index_slabs(self) -> int:
+        """Slabs per page that hold index keys, behind those of keys."""
+        return math.ceil(self.index_dim / LANES)
+
+    @property
     def value_tiles(self) -> int:
         """Slabs per group that are read as values."""
         return self.lane_tiles if self.value_dim is None else math.ceil(self.value_dim / LANES)
@@ -82,13 +100,18 @@ class TpuPool:
 
     @property
     def number_slabs(self) -> int:
-        """Slabs per page that hold keys and values."""
-        return self.sides * self.groups * self.lane_tiles
+        """Slabs per page that hold keys, values and index keys."""
+        return self.sides * self.groups * self.lane_tiles + self.index_slabs
 
     @property
     def slabs(self) -> int:
         """All slabs per page; the last one of a scaled pool holds the codes of the scales."""
         return self.number_slabs + self.scaled
+
+    @property
+    def copied_slabs(self) -> int:
+        """Slabs of a page in VMEM."""
+        return self.slabs + self.masked
 
     def shape(self, *, num_layers: int, num_pages: int, page_size: int) -> tuple[int, int, int, int, int]:
         """Shape of the whole pool: [layers, page, slab, page_offset, lane]."""
@@ -115,7 +138,12 @@ class TpuPool:
             codes = jnp.stack(both, axis=2).reshape(num_tokens, 1, 2 * self.kv_heads)
             codes = [jnp.pad(codes, ((0, 0), (0, 0), (0, LANES - 2 * self.kv_heads)))]
         packed = jnp.stack([self.pack_heads(side[..., : self.head_dim]) for side in sides], axis=2)
-        return jnp.concatenate([packed.reshape(num_tokens, self.number_slabs, LANES), *codes], axis=1)
+        packed, index = packed.reshape(num_tokens, -1, LANES), []
+        if self.index_dim:
+            keys = sides[0][:, 0, self.head_dim : self.head_dim + self.index_dim]
+            filled = jnp.pad(keys, ((0, 0), (0, self.index_slabs * LANES - self.index_dim)))
+            index = [filled.reshape(num_tokens, self.index_slabs, LANES)]
+        return jnp.concatenate([packed, *index, *codes], axis=1)
 
     def pack_heads(self, x: Array) -> Array:
         """[T, Hkv, D] -> [T, groups, lane_tiles, 128], for keys or values alone."""
@@ -129,11 +157,15 @@ class TpuPool:
         of keys alone [..., Hkv, D]; int8 is decoded to f32."""
         leading, count = tokens.shape[:-2], self.sides
         codes = tokens[..., -1, : 2 * self.kv_heads : 2 // count]
-        tokens = tokens[..., : self.number_slabs, :]
+        first = self.number_slabs - self.index_slabs
+        index = tokens[..., first : self.number_slabs, :].reshape(*leading, 1, -1)[..., : self.index_dim]
+        tokens = tokens[..., :first, :]
         sides = tokens.reshape(*leading, self.groups, count, self.lane_tiles * LANES)
         sides = sides[..., : self.heads_per_group * self.head_dim]
         heads = sides.reshape(*leading, self.groups, count, self.heads_per_group, self.head_dim)
         heads = jnp.moveaxis(heads, -3, -2).reshape(*leading, count * self.kv_heads, self.head_dim)
+        if self.index_dim:
+            heads = jnp.concatenate([heads, index], axis=-1)
         return int8.decode(heads, codes[..., None]) if self.scaled else heads
 
     def pack_queries(self, q: Array) -> Array:

@@ -27,6 +27,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from levanter_infer.kernels.call import AttentionCall
 from levanter_infer.kernels.rules import MASKED, NOTHING_SEEN
+from levanter_infer.kernels.tpu import choice
 from levanter_infer.kernels.tpu.pipeline import Inputs, Pipeline, mapped_keys, run_kernel
 from levanter_infer.kernels.tpu.pool import LANES, TpuPool, pairs, side_by_side
 from levanter_infer.kernels.tpu.scales import KEYS, VALUES, scales_of_keys
@@ -85,8 +86,8 @@ def prefill_attention(
     if not interpret:
         # Else XLA brings them into the order of heads first in every step, with chunks or without.
         q = with_layout_constraint(q, Layout((0, 1, 2)))
-    q = pool.pack_queries(q)
-    q = word_rows(q.transpose(1, 3, 0, 2, 4).reshape(groups * pool.lane_tiles, -1, LANES))
+    q = choice.with_own_lane(pool.pack_queries(q), call, tile.queries)
+    q = word_rows(q.transpose(1, 3, 0, 2, 4).reshape(groups * pool.query_tiles, -1, LANES))
     if not interpret:
         # Else XLA may put them in VMEM, where a copy is a loop of loads and stores.
         q = pltpu.with_memory_space_constraint(q, memory_space=pltpu.HBM)
@@ -173,7 +174,7 @@ class _Block:
             for first in starts
         ]
         # Sums of 256 numbers of 32 bits round more than those of 128, and no matrix unit adds them faster.
-        tiles = sizes.pool.lane_tiles
+        tiles = sizes.pool.query_tiles
         self.depths = pairs(tiles) if sizes.operand.itemsize < 4 else [range(t, t + 1) for t in range(tiles)]
         self.known_scales: dict = {}
         """Scales of int8 that one method has read, by keys, side and head."""
@@ -348,7 +349,7 @@ class _Block:
         """Some tiles of 128 numbers of a stripe's queries, and the dimension numbers of a matmul of keys with them."""
         own = self.scratch.q_columns_ref
         if own is None:
-            first = stripe.group * self.sizes.pool.lane_tiles
+            first = stripe.group * self.sizes.pool.query_tiles
             q = side_by_side([self.pipeline.queries(q_slot, first + t, stripe.first, stripe.count) for t in tiles])
             return q, (((1,), (1,)), ((), ()))
         numbers = pl.ds(tiles[0] * LANES, len(tiles) * LANES)

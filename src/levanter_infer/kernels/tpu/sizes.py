@@ -164,7 +164,7 @@ class Sizes:
     @property
     def q_tiles(self) -> int:
         """Tiles of 128 lanes per row of queries of a part."""
-        return max(1, self.groups // self.sharing) * self.pool.lane_tiles
+        return max(1, self.groups // self.sharing) * self.pool.query_tiles
 
     @property
     def out_tiles(self) -> int:
@@ -178,16 +178,18 @@ class Sizes:
 
     @property
     def number_slabs(self) -> int:
-        """Slabs per part that hold keys and values."""
-        return self.pool.sides * self.groups * self.pool.lane_tiles
+        """Slabs per part that hold keys, values and index keys."""
+        return self.pool.sides * self.groups * self.pool.lane_tiles + self.pool.index_slabs
 
     @property
     def slabs(self) -> int:
-        """All slabs per part, with the scales'."""
-        return self.number_slabs + self.pool.scaled
+        """All slabs per part, with the scales' and that of chosen keys."""
+        return self.number_slabs + self.pool.scaled + self.pool.masked
 
     def keys(self, group: int, t: int) -> int:
-        """Index of a slab of a group's keys."""
+        """Index of a slab of a group's keys, or of the slab of chosen keys for the tile of queries behind those."""
+        if t == self.pool.lane_tiles:
+            return self.slabs - 1
         return self.pool.sides * group * self.pool.lane_tiles + t
 
     def values(self, group: int, t: int) -> int:
@@ -215,7 +217,7 @@ class Sizes:
         page, is_prefill, f32 = (self.slabs, self.page_size, LANES), tile.queries > 1, jnp.float32
         rows, value = self.columns if is_prefill else self.rows, self.pool.value_tiles * LANES
         q_block, out_block = self.q_block, self.out_block(q_dtype)
-        q_columns = (self.groups, rows // LANES, self.pool.lane_tiles * LANES, LANES)
+        q_columns = (self.groups, rows // LANES, self.pool.query_tiles * LANES, LANES)
         per_group = pltpu.VMEM((self.groups, *((SUBLANES, rows) if is_prefill else (rows, LANES))), f32)
         prefill = dict(
             acc_ref=pltpu.VMEM((self.groups, value, rows), f32),

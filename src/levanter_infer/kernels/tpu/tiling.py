@@ -66,6 +66,9 @@ class TileShape:
     kv_dtype: str = "bfloat16"
     value_dim: int | None = None
     """`TpuPool.value_dim`."""
+    index_dim: int = 0
+    masked: bool = False
+    """As in `TpuPool`."""
 
     @property
     def cores(self) -> int:
@@ -73,11 +76,12 @@ class TileShape:
 
     @property
     def pool(self) -> TpuPool:
-        return TpuPool(self.kv_heads, self.head_dim, self.kv_dtype == "int8", self.value_dim)
+        sizes = self.kv_heads, self.head_dim, self.kv_dtype == "int8", self.value_dim
+        return TpuPool(*sizes, self.index_dim, self.masked)
 
     @property
     def page_bytes(self) -> int:
-        return self.pool.slabs * self.page_size * LANES * jnp.dtype(self.kv_dtype).itemsize
+        return self.pool.copied_slabs * self.page_size * LANES * jnp.dtype(self.kv_dtype).itemsize
 
 
 def generation() -> str | None:

@@ -160,6 +160,11 @@ class XlaBackend(Backend):
     def _choose_keys(self, call: AttentionCall, queries: IndexQueries) -> Array:
         return xla_choose_keys(call, queries)
 
+    def choice_type(
+        self, num_tokens: int, max_pages: int, page_size: int, num_chosen: int, kv_dtype: jnp.dtype
+    ) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((num_tokens, min(num_chosen, max_pages * page_size)), jnp.int32)
+
     def attend(self, call: AttentionCall) -> Array:
         call = checked(call)
         check_pool(call)

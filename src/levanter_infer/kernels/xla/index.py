@@ -1,8 +1,11 @@
-"""The choice of keys by an indexer in the `xla` implementation (`Backend.choose_keys`).
+"""The choice of keys by an indexer in XLA's code (`Backend.choose_keys`).
 
 A tile of query blocks (`kernels.xla.blocks`) scores all keys up to its last query, a group of pages at a time, and
 keeps the largest scores of each query. Tiles whose queries see no more keys than they may choose score none.
 """
+
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -16,53 +19,81 @@ from levanter_infer.kernels.xla.blocks import GROUP_TOKENS, Tile, passes, run_la
 
 
 def xla_choose_keys(call: AttentionCall, queries: IndexQueries) -> Array:
-    """`Backend.choose_keys` in jnp."""
-    num_pages = call.page_indices.shape[1]
-    group_pages = min(-(-GROUP_TOKENS // call.page_size), num_pages)
-    group = group_pages * call.page_size
-    num_groups = -(-num_pages // group_pages)
-    num_chosen = min(queries.num_chosen, num_pages * call.page_size)
-    num_heads, f32 = queries.q.shape[1], jnp.float32
+    """Positions of the chosen keys, i32[T, n]."""
+    num_chosen = min(queries.num_chosen, call.page_indices.shape[1] * call.page_size)
 
-    def run(at: Tile) -> Array:
-        tile, block_q = at.token.shape
+    def largest(scores: Array) -> Array:
+        values, positions = jax.lax.top_k(scores, num_chosen)
+        return jnp.sort(jnp.where(values == -jnp.inf, NO_KEY, positions), axis=2)
+
+    def all_seen(at: Tile) -> Array:
+        positions = jnp.arange(num_chosen, dtype=jnp.int32)[None, None]
+        return jnp.where((positions <= at.q_pos[..., None]) & at.live[..., None], positions, NO_KEY)
+
+    choice = jnp.full((call.num_tokens, num_chosen), NO_KEY, jnp.int32)
+    return Chooser(call, queries, _index_keys, all_seen, largest).run(choice)
+
+
+@dataclass(frozen=True)
+class Chooser:
+    """The scores of an indexer, and what is made of them."""
+
+    call: AttentionCall
+    queries: IndexQueries
+    index_keys: Callable[[AttentionCall, Array], Array]
+    """`index_keys(call, pages)` gives the index keys on pages i32[tile, n], f32[tile, n * page_size, index_dim]."""
+    all_seen: Callable[[Tile], Array]
+    """The choice [tile, block_q, ...] of queries that see no more keys than they may choose."""
+    largest: Callable[[Array], Array]
+    """The choice by the scores f32[tile, block_q, positions], -inf for keys that are not seen."""
+
+    def run(self, choice: Array) -> Array:
+        """`choice`, [T, ...], with that of each token."""
+        for lane, blocks in passes(self.call, 1, self.queries.q.shape[1], self.group):
+            choice = run_lane(self.call, lane, blocks, choice, self._of_tile)
+        return choice
+
+    @property
+    def group_pages(self) -> int:
+        """Pages that are scored at once."""
+        return min(-(-GROUP_TOKENS // self.call.page_size), self.call.page_indices.shape[1])
+
+    @property
+    def group(self) -> int:
+        """Keys that are scored at once."""
+        return self.group_pages * self.call.page_size
+
+    def _of_tile(self, at: Tile) -> Array:
+        end = jnp.max(jnp.where(at.live, at.q_pos + 1, 0))
+        return run_if(end > self.queries.num_chosen, lambda _: self.largest(self._scores(at, end)), self.all_seen(at))
+
+    def _scores(self, at: Tile, end: Array) -> Array:
+        """Scores of the keys from 0 to `end` for the queries of a tile."""
+        queries, group, f32 = self.queries, self.group, jnp.float32
+        (tile, block_q), num_heads, num_pages = at.token.shape, queries.q.shape[1], self.call.page_indices.shape[1]
         # [tile, (head, query), index_dim]: one matmul for all heads.
         q = at.of_tokens(queries.q).astype(f32).transpose(0, 2, 1, 3).reshape(tile, num_heads * block_q, -1)
         weights = at.of_tokens(queries.weights).astype(f32).transpose(0, 2, 1)[..., None]
         q_pos, live = at.q_pos[..., None], at.live[..., None]
-        end = jnp.max(jnp.where(at.live, at.q_pos + 1, 0))
 
         def turn(carry):
             index, scores = carry
             kv_pos = (index * group + jnp.arange(group, dtype=jnp.int32))[None, None]
-            keys, mapped = _index_keys(call, at.row, index, group_pages)
+            pages, mapped = keys_in_pages(self.call, at.row, index, self.group_pages)
+            keys = self.index_keys(self.call, pages)
             matmul = jnp.einsum("bqd,bkd->bqk", q, keys, precision="highest")
             by_head = jax.nn.relu(matmul).reshape(tile, num_heads, block_q, group)
             seen = (kv_pos <= q_pos) & mapped[:, None, :] & live
             of_group = jnp.where(seen, jnp.sum(by_head * weights, axis=1), -jnp.inf)
             return index + 1, jax.lax.dynamic_update_slice_in_dim(scores, of_group, index * group, axis=2)
 
-        def largest(_: Array) -> Array:
-            scores = jnp.full((tile, block_q, num_groups * group), -jnp.inf, f32)
-            _, scores = jax.lax.while_loop(lambda carry: carry[0] * group < end, turn, (jnp.int32(0), scores))
-            values, positions = jax.lax.top_k(scores, num_chosen)
-            return jnp.sort(jnp.where(values == -jnp.inf, NO_KEY, positions), axis=2)
-
-        positions = jnp.arange(num_chosen, dtype=jnp.int32)[None, None]
-        all_seen = jnp.where((positions <= q_pos) & live, positions, NO_KEY)
-        return run_if(end > num_chosen, largest, all_seen)
-
-    chosen = jnp.full((call.num_tokens, num_chosen), NO_KEY, jnp.int32)
-    for lane, blocks in passes(call, 1, num_heads, group):
-        chosen = run_lane(call, lane, blocks, chosen, run)
-    return chosen
+        num_groups = -(-num_pages // self.group_pages)
+        none = jnp.full((tile, block_q, num_groups * group), -jnp.inf, f32)
+        _, scores = jax.lax.while_loop(lambda carry: carry[0] * group < end, turn, (jnp.int32(0), none))
+        return scores[..., : num_pages * self.call.page_size]
 
 
-def _index_keys(call: AttentionCall, row: Array, index: Array, group_pages: int) -> tuple[Array, Array]:
-    """The index keys of page group `index` of each row, f32[tile, tokens, index_dim], and which of them are on a page
-    that is not none, bool[tile, tokens]. Latents are not read."""
-    first = call.q.shape[2]
-    pages, mapped = keys_in_pages(call, row, index, group_pages)
-    stored = call.kv_pages.at[call.layer, pages, :, 0, first:].get(mode="clip")  # with the code of a scale, of int8
-    keys = decode_bits(stored, call.kv_dtype)
-    return keys.reshape(row.shape[0], -1, call.index_dim), mapped
+def _index_keys(call: AttentionCall, pages: Array) -> Array:
+    """As in `Chooser`; latents are not read."""
+    stored = call.kv_pages.at[call.layer, pages, :, 0, call.q.shape[2] :].get(mode="clip")  # of int8 with the scale
+    return decode_bits(stored, call.kv_dtype).reshape(pages.shape[0], -1, call.index_dim)
