@@ -80,7 +80,9 @@ def chooser(impl: str, dtype: str, num_chosen: int, value_dim: int):
 
 def choose(impl: str, batch: Sparse, queries: IndexQueries) -> np.ndarray:
     run = chooser(impl, batch.sizes.dtype, queries.num_chosen, batch.sizes.value_dim)
-    return np.asarray(run(batch.arrays, queries.q, queries.weights))
+    chosen = np.array(run(batch.arrays, queries.q, queries.weights))
+    chosen[sum(batch.q_lens) :] = NO_KEY  # what padding tokens choose means nothing
+    return chosen
 
 
 def expected_choice(batch: Sparse, queries: IndexQueries) -> np.ndarray:

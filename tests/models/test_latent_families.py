@@ -208,8 +208,8 @@ def test_sparse_attention_has_indexers():
     of_one = 64 * 128 * 1536 + (128 + 64) * 7168 + 2 * 128
     assert v32.num_parameters == v3.num_parameters + 61 * of_one
     assert v32.num_chosen == 2048 and v32.chooses_keys(2049) and not v32.chooses_keys(2048)
-    assert [spec.memory for spec in v32.pools] == [Latents(576 + 128)] and not v32.attention[0].indexer.interleaved
-    assert [(spec.memory, len(spec.layers)) for spec in glm.pools] == [(Latents(704), 39), (Latents(576), 39)]
+    assert [spec.memory for spec in v32.pools] == [Latents(576 + 128, 128)] and not v32.attention[0].indexer.interleaved
+    assert [(spec.memory, len(spec.layers)) for spec in glm.pools] == [(Latents(704, 128), 39), (Latents(576), 39)]
     assert round(glm.num_parameters / 1e9) == 744 and glm.attention[0].indexer.interleaved
     assert [mixer.shares_choice for mixer in glm.attention] == [False, True] * 39
     for changes, refused in (

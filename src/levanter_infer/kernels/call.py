@@ -1,7 +1,7 @@
 """The arguments of the kernels, one object for each kind of call, and their checks. All arrays are plain arrays."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -116,6 +116,20 @@ class IndexQueries:
     """[T, Hi]; a floating dtype."""
     num_chosen: int
     """Keys of a token, at most."""
+    share: "Share | None" = None
+    """The share of the tokens that this device computes; None: all."""
+
+
+@dataclass(frozen=True)
+class Share:
+    """Work that several devices share, each of which has all that it needs."""
+
+    index: Array
+    """i32[], of this device."""
+    count: int
+    """Devices."""
+    sum: Callable[[Array], Array]
+    """The sum of an array over them; all call it."""
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ from levanter_infer.cache.kv_pages import KvPages
 from levanter_infer.cache.memory import Latents
 from levanter_infer.kernels import MIN_ROWS, scopes
 from levanter_infer.kernels.backend import Backend
-from levanter_infer.kernels.call import AttentionCall
+from levanter_infer.kernels.call import AttentionCall, IndexQueries, Share
 from levanter_infer.kernels.rules import ScoreRules
 from levanter_infer.kernels.xla.backend import XLA, XlaBackend
 from levanter_infer.kernels.xla.linear import as_floats
@@ -274,15 +274,22 @@ class LatentAttention(eqx.Module):
             value_dim=c.shape[-1],
             index_dim=inputs.block.index_dim,
         )
-        if inputs.block.is_sparse:
-            choose = None if index is None else lambda: kv.backend.choose_keys(call, index.queries)
-            call = dataclasses.replace(call, chosen=inputs.choice.of_layer(choose))
         with jax.named_scope(scopes.ATTENTION):
+            if inputs.block.is_sparse:
+                choose = None if index is None else functools.partial(self._chosen, kv, call, index.queries)
+                call = dataclasses.replace(call, chosen=inputs.choice.of_layer(choose))
             attended = kv.backend.attend(call)
         attended = self.v_proj.expanded(attended).astype(x.dtype)
         heads = self.o_proj.ins
         attended = NamedArray(attended.reshape(num_tokens, *(axis.size for axis in heads)), (*x.axes[:-1], *heads))
         return apply(attended, self.o_proj, residual=around.residual)[0], kv
+
+    def _chosen(self, kv: KvPages, call: AttentionCall, queries: IndexQueries) -> Array:
+        """The choice of keys, of whose tokens each device that has some of the heads computes a share."""
+        axis = self.o_proj.shard_axis
+        if axis.parts > 1:
+            queries = dataclasses.replace(queries, share=Share(axis.index, axis.parts, axis.sum))
+        return kv.backend.choose_keys(call, queries)
 
     def dense(self, x: NamedArray, around: Fusion, inputs: AttentionInputs) -> tuple[NamedArray, None]:
         """Attention that is causal within each sequence, without a cache, in the expanded form.

@@ -18,11 +18,11 @@ from jax import Array
 from levanter_infer.kernels.call import AttentionCall
 from levanter_infer.kernels.rules import MASKED, NOTHING_SEEN
 from levanter_infer.kernels.tpu import choice
-from levanter_infer.kernels.tpu.pipeline import Inputs, Pipeline, mask_unmapped, run_kernel
+from levanter_infer.kernels.tpu.pipeline import Pipeline, mask_unmapped, run_kernel
 from levanter_infer.kernels.tpu.pool import LANES, TpuPool, apart, pairs, side_by_side
 from levanter_infer.kernels.tpu.scales import KEYS, VALUES, key_order, load_numbers, load_scales, scales_of_rows
 from levanter_infer.kernels.tpu.sizes import SUBLANES, Scratch, Sizes, Tile
-from levanter_infer.kernels.tpu.tables import Tables
+from levanter_infer.kernels.tpu.tables import Inputs, Tables
 from levanter_infer.kernels.tpu.tiling import shifts_words
 from levanter_infer.kernels.tpu.word_rows import packing, store_rows
 from levanter_infer.kernels.tpu.work_items import Item, Rows

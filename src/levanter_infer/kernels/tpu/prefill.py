@@ -28,11 +28,11 @@ from jax.experimental.pallas import tpu as pltpu
 from levanter_infer.kernels.call import AttentionCall
 from levanter_infer.kernels.rules import MASKED, NOTHING_SEEN
 from levanter_infer.kernels.tpu import choice
-from levanter_infer.kernels.tpu.pipeline import Inputs, Pipeline, mapped_keys, run_kernel
+from levanter_infer.kernels.tpu.pipeline import Pipeline, mapped_keys, run_kernel
 from levanter_infer.kernels.tpu.pool import LANES, TpuPool, pairs, side_by_side
 from levanter_infer.kernels.tpu.scales import KEYS, VALUES, scales_of_keys
 from levanter_infer.kernels.tpu.sizes import SUBLANES, Scratch, Sizes, Tile
-from levanter_infer.kernels.tpu.tables import Tables
+from levanter_infer.kernels.tpu.tables import Inputs, Tables
 from levanter_infer.kernels.tpu.tiling import adds_late, transposes_queries, vmem_bytes
 from levanter_infer.kernels.tpu.word_rows import copied_dtype, store_rows, word_rows
 from levanter_infer.kernels.tpu.work_items import Item, Rows

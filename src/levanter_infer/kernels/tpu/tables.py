@@ -1,11 +1,13 @@
-"""Tables of a call as the kernels of both paths read them, beside queries, keys and values."""
+"""The arrays of a call as the kernels of both paths read them: tables, queries, keys and values."""
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import Array
 
 from levanter_infer.kernels.call import AttentionCall
+from levanter_infer.kernels.rules import LOG2_E
 from levanter_infer.kernels.tpu.pool import LANES
 from levanter_infer.kernels.tpu.sizes import Tile
 from levanter_infer.kernels.tpu.work_items import Rows, Scalar
@@ -28,6 +30,37 @@ class Tables(NamedTuple):
             call.seq_lens, call.cu_q_lens, _scalars(call, chunks), _has_unmapped_page(call), call.layer.reshape(1)
         )
         return Tables(rows, padded.reshape(num_rows * chunks, 1, LANES))
+
+
+class Inputs(NamedTuple):
+    """The arrays of a call. The first three stay in HBM, the others are blocks in VMEM."""
+
+    page_ids: Any
+    """As `Tables.page_ids`."""
+    kv: Any
+    """[layers * P, slabs, page_size, 128]: the pool."""
+    q: Any
+    """The queries, in the operands' dtype. Decode: [T, groups * lane_tiles, rows, 128]; prefill: [groups * lane_tiles,
+    T * heads_per_group, 128], as `word_rows`, in the dtype that `copied_dtype` gives."""
+    sinks: Any = None
+    """Attention sinks in units of log2: f32[groups, rows, 128], for prefill f32[groups, 8, columns]; None for none."""
+    slopes: Any = None
+    """ALiBi's, in the same shape; None for none."""
+    chosen: Any = None
+    """`choice.choose_keys`' result, in HBM; None: queries see all keys."""
+
+    @staticmethod
+    def of(call: AttentionCall, tables: Tables, q: Array, per_head: Callable[[Array], Array]) -> "Inputs":
+        """The arrays of a call. Args: per_head: [Hq] -> the shape of `sinks`."""
+        sinks, slopes = call.sinks, call.rules.alibi_slopes
+        return Inputs(
+            page_ids=tables.page_ids,
+            kv=call.kv_pages.reshape(-1, *call.kv_pages.shape[2:]),
+            q=q,
+            sinks=None if sinks is None else per_head(sinks * jnp.float32(LOG2_E)),
+            slopes=None if slopes is None else per_head(slopes),
+            chosen=call.chosen,
+        )
 
 
 def _scalars(call: AttentionCall, id_chunks: int) -> Array:

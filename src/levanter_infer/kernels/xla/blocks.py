@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from levanter_infer.kernels.call import AttentionCall
+from levanter_infer.kernels.call import AttentionCall, Share
 
 
 @dataclass(frozen=True)
@@ -87,12 +87,13 @@ def cut(q_lens: Array, seq_lens: Array, cu_q_lens: Array, block_q: int, max_bloc
 
 
 def passes(call: AttentionCall, kv_heads: int, heads_per_kv_head: int, group: int) -> list[tuple[Lane, Blocks]]:
-    """The lanes of a call, with their query blocks.
+    """The lanes of a call, with their query blocks. Args: kv_heads, heads_per_kv_head, group: as in `lanes`."""
+    return with_blocks(call, *lanes(call.num_tokens, call.num_rows, kv_heads, heads_per_kv_head, group))
 
-    Args: kv_heads, heads_per_kv_head, group: as in `lanes`.
-    """
+
+def with_blocks(call: AttentionCall, decode: Lane, prefill: Lane) -> list[tuple[Lane, Blocks]]:
+    """Lanes with their query blocks of a call."""
     num_tokens, num_rows, q_lens = call.num_tokens, call.num_rows, call.q_lens
-    decode, prefill = lanes(num_tokens, num_rows, kv_heads, heads_per_kv_head, group)
     found = [(decode, q_lens == 1, num_rows)]
     if num_tokens > 1:
         prefills = min(num_rows, num_tokens // 2)
@@ -121,8 +122,19 @@ class Tile:
         return values.at[self.token].get(mode="fill", fill_value=0)
 
 
-def run_lane(call: AttentionCall, lane: Lane, blocks: Blocks, out: Array, compute: Callable[[Tile], Array]) -> Array:
-    """`out`, [T, ...], with `compute(tile)`, [tile, block_q, ...], for the tokens of the lane."""
+def run_lane(
+    call: AttentionCall,
+    lane: Lane,
+    blocks: Blocks,
+    out: Array,
+    compute: Callable[[Tile], Array],
+    share: Share | None = None,
+) -> Array:
+    """`out`, [T, ...], with `compute(tile)`, [tile, block_q, ...], for the tokens of the lane.
+
+    Args: share: of the tiles; None: all.
+    """
+    first, step = (jnp.int32(0), 1) if share is None else (share.index, share.count)
     offset = jnp.arange(lane.block_q, dtype=jnp.int32)[None, :]
 
     def body(carry):
@@ -135,9 +147,9 @@ def run_lane(call: AttentionCall, lane: Lane, blocks: Blocks, out: Array, comput
         )
         live = offset < length
         tile = Tile(row, jnp.where(live, first + offset, call.num_tokens), first_pos + offset, live)
-        return index + 1, out.at[tile.token].set(compute(tile), mode="drop")
+        return index + step, out.at[tile.token].set(compute(tile), mode="drop")
 
     def cond(carry):
         return carry[0] * lane.tile < blocks.count
 
-    return jax.lax.while_loop(cond, body, (jnp.int32(0), out))[1]
+    return jax.lax.while_loop(cond, body, (first, out))[1]

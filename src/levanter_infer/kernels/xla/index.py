@@ -4,7 +4,7 @@ A tile of query blocks (`kernels.xla.blocks`) scores all keys up to its last que
 keeps the largest scores of each query. Tiles whose queries see no more keys than they may choose score none.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import jax
@@ -15,7 +15,7 @@ from levanter_infer.kernels.call import NO_KEY, AttentionCall, IndexQueries
 from levanter_infer.kernels.loops import run_if
 from levanter_infer.kernels.rules import decode_bits
 from levanter_infer.kernels.xla.attention import keys_in_pages
-from levanter_infer.kernels.xla.blocks import GROUP_TOKENS, Tile, passes, run_lane
+from levanter_infer.kernels.xla.blocks import GROUP_TOKENS, Blocks, Lane, Tile, passes, run_lane
 
 
 def xla_choose_keys(call: AttentionCall, queries: IndexQueries) -> Array:
@@ -30,8 +30,10 @@ def xla_choose_keys(call: AttentionCall, queries: IndexQueries) -> Array:
         positions = jnp.arange(num_chosen, dtype=jnp.int32)[None, None]
         return jnp.where((positions <= at.q_pos[..., None]) & at.live[..., None], positions, NO_KEY)
 
-    choice = jnp.full((call.num_tokens, num_chosen), NO_KEY, jnp.int32)
-    return Chooser(call, queries, _index_keys, all_seen, largest).run(choice)
+    group_pages = min(-(-GROUP_TOKENS // call.page_size), call.page_indices.shape[1])
+    choice = jnp.zeros((call.num_tokens, num_chosen), jnp.int32)
+    chooser = Chooser(call, queries, group_pages, jnp.dtype(jnp.float32), _index_keys, all_seen, largest)
+    return chooser.run(passes(call, 1, queries.q.shape[1], chooser.group), choice)
 
 
 @dataclass(frozen=True)
@@ -40,23 +42,23 @@ class Chooser:
 
     call: AttentionCall
     queries: IndexQueries
+    group_pages: int
+    """Pages that are scored at once."""
+    operand: jnp.dtype
+    """Dtype of the operands of the matmul."""
     index_keys: Callable[[AttentionCall, Array], Array]
-    """`index_keys(call, pages)` gives the index keys on pages i32[tile, n], f32[tile, n * page_size, index_dim]."""
+    """`index_keys(call, pages)` gives the index keys on pages i32[tile, n], [tile, n * page_size, index_dim]."""
     all_seen: Callable[[Tile], Array]
     """The choice [tile, block_q, ...] of queries that see no more keys than they may choose."""
     largest: Callable[[Array], Array]
     """The choice by the scores f32[tile, block_q, positions], -inf for keys that are not seen."""
 
-    def run(self, choice: Array) -> Array:
-        """`choice`, [T, ...], with that of each token."""
-        for lane, blocks in passes(self.call, 1, self.queries.q.shape[1], self.group):
-            choice = run_lane(self.call, lane, blocks, choice, self._of_tile)
-        return choice
-
-    @property
-    def group_pages(self) -> int:
-        """Pages that are scored at once."""
-        return min(-(-GROUP_TOKENS // self.call.page_size), self.call.page_indices.shape[1])
+    def run(self, lanes: Sequence[tuple[Lane, Blocks]], choice: Array) -> Array:
+        """The choice of each token, [T, ...]. Args: choice: zeros."""
+        share = self.queries.share
+        for lane, blocks in lanes:
+            choice = run_lane(self.call, lane, blocks, choice, self._of_tile, share)
+        return choice if share is None else share.sum(choice)
 
     @property
     def group(self) -> int:
@@ -72,7 +74,7 @@ class Chooser:
         queries, group, f32 = self.queries, self.group, jnp.float32
         (tile, block_q), num_heads, num_pages = at.token.shape, queries.q.shape[1], self.call.page_indices.shape[1]
         # [tile, (head, query), index_dim]: one matmul for all heads.
-        q = at.of_tokens(queries.q).astype(f32).transpose(0, 2, 1, 3).reshape(tile, num_heads * block_q, -1)
+        q = at.of_tokens(queries.q).astype(self.operand).transpose(0, 2, 1, 3).reshape(tile, num_heads * block_q, -1)
         weights = at.of_tokens(queries.weights).astype(f32).transpose(0, 2, 1)[..., None]
         q_pos, live = at.q_pos[..., None], at.live[..., None]
 
@@ -80,8 +82,9 @@ class Chooser:
             index, scores = carry
             kv_pos = (index * group + jnp.arange(group, dtype=jnp.int32))[None, None]
             pages, mapped = keys_in_pages(self.call, at.row, index, self.group_pages)
-            keys = self.index_keys(self.call, pages)
-            matmul = jnp.einsum("bqd,bkd->bqk", q, keys, precision="highest")
+            keys = self.index_keys(self.call, pages).astype(self.operand)
+            precision = "highest" if self.operand == f32 else None
+            matmul = jnp.einsum("bqd,bkd->bqk", q, keys, precision=precision, preferred_element_type=f32)
             by_head = jax.nn.relu(matmul).reshape(tile, num_heads, block_q, group)
             seen = (kv_pos <= q_pos) & mapped[:, None, :] & live
             of_group = jnp.where(seen, jnp.sum(by_head * weights, axis=1), -jnp.inf)
