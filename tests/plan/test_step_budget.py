@@ -46,6 +46,7 @@ ROUND = "\n\n".join(
             instruction("e", "pad", "forward_8/while/body/kv_write/pad", 13),
             f"  %pad.2 = f32[8]{{0}} pad(%x), {config(1)}",  # XLA has lost where it comes from
             instruction("f", "custom-call", "attention/pallas_call", more=', custom_call_target="tpu_custom_call"'),
+            instruction("f2", "custom-call", "forward_8/while/body/grouped_matmul/pallas_call", 41),
             instruction("g", "all-reduce", "forward_8/while/body/psum"),
             loop("h", "forward_8/while/body/attention/chunks", "chunks"),
         ),
@@ -103,7 +104,7 @@ def unscheduled(name: str) -> None:
 def test_a_step_is_what_its_loops_and_branches_execute():
     budgets = {(each.has_chunks, each.sampled): each for each in step_budgets(ROUND, 5, (4, 8), unscheduled)}
     greedy = budgets[False, "greedy"]
-    layers = {parts.MATMULS: 337, parts.MOVES: 24, parts.LAYERS: 15, parts.ATTENTION: 33, parts.KV_WRITE: 39}
+    layers = {parts.MATMULS: 337 + 3 * 41, parts.MOVES: 24, parts.LAYERS: 15, parts.ATTENTION: 33, parts.KV_WRITE: 39}
     assert greedy.cycles == {**layers, parts.SAMPLING: 29, parts.CONTROL: 31}
     assert greedy.total == sum(greedy.cycles.values()) and greedy.expected == greedy.cycles
     assert greedy.when_needed == {"schedule": 21}
@@ -119,9 +120,9 @@ def test_a_schedule_goes_before_what_the_compiler_expected():
     hlo = ROUND.replace("%steps (x: f32[8]) -> f32[8] {", "\n".join(["%steps (x: f32[8]) -> f32[8] {", *more]))
     assert hlo != ROUND
     greedy = step_budgets(hlo, 5, (4, 8), {"c": 2, "a": 60, "e": 0, "f": 9}.get)[0]
-    assert greedy.cycles[parts.MATMULS] == 3 * 60 + 37
+    assert greedy.cycles[parts.MATMULS] == 3 * (60 + 41) + 37
     assert greedy.cycles[parts.CONTROL] == 3 * 2 + 1000  # `r`, `y2` and `z2`, and `z3`
-    assert greedy.expected[parts.CONTROL] == 1000 and greedy.expected[parts.MATMULS] == 37
+    assert greedy.expected[parts.CONTROL] == 1000 and greedy.expected[parts.MATMULS] == 3 * 41 + 37
     assert greedy.cycles[parts.KV_WRITE] == 0
     assert greedy.cycles[parts.ATTENTION] == 3 * (11 + 9) and not greedy.kernels
 
@@ -175,4 +176,4 @@ def test_of_the_branches_of_the_head_a_step_takes_that_for_its_rows():
     )
     assert hlo.count("/head/cond") == 3
     for rows, cycles in ((3, 1000), (5, 37)):
-        assert step_budgets(hlo, rows, (4, 8), unscheduled)[4].cycles[parts.MATMULS] == 300 + cycles
+        assert step_budgets(hlo, rows, (4, 8), unscheduled)[4].cycles[parts.MATMULS] == 300 + 3 * 41 + cycles

@@ -32,6 +32,8 @@ FOUND = "found"
 """Thresholds that are among the likeliest tokens, as most are."""
 BY_ROWS = "by_rows"
 """Numbers that are computed row by row (`loops.one_by_one`)."""
+GROUPED_MATMUL = "grouped_matmul"
+"""The kernel for matmuls of experts."""
 _FORWARD, _HEAD = "forward_", "head_"
 
 

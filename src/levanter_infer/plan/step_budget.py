@@ -271,7 +271,7 @@ class _Counter:
         multiplies, moves = operation in _MATMULS, operation in _MOVES
         if operation == "fusion":
             multiplies, moves = self._program.traits(called[0])
-        if multiplies:
+        if multiplies or scopes.GROUPED_MATMUL in path:
             return MATMULS
         for scope, part in ((scopes.ATTENTION, ATTENTION), (scopes.KV_WRITE, KV_WRITE), (scopes.SAMPLING, SAMPLING)):
             if scope in path:

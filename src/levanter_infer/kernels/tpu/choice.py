@@ -1,7 +1,7 @@
 """Sparse attention on TPUs: keys that an indexer has not chosen are masked by the matmul of queries and keys.
 
-Attention computes all keys, because those of one token lie far apart in the pool, and a TPU copies thousands of single
-keys more slowly than it multiplies tens of thousands that lie together. A page in VMEM has one slab more, whose lanes
+Attention computes all keys, because those that one token has chosen are scattered over the pool, and a TPU copies
+thousands of single keys more slowly than it multiplies tens of thousands that are contiguous. A page in VMEM has one slab more, whose lanes
 are tokens: 0 for a key that the token has chosen, -1 for others. A query has one tile of lanes more, `_FAR` in the lane
 of its token and 0 elsewhere. So the matmul of both adds 0 or -`_FAR` to a score, whatever computes it.
 

@@ -14,6 +14,7 @@ from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from levanter_infer.kernels import scopes
 from levanter_infer.kernels.call import GroupedCall
 from levanter_infer.kernels.tpu.pool import LANES
 from levanter_infer.kernels.xla.grouped import scales_of_results
@@ -93,7 +94,7 @@ def _one(x: Array, stack: Array, layer: Array, visits: tuple[Array, ...], tile: 
     def of_results(part, visit, layer, group, place, *_):
         return place[visit], part
 
-    return pl.pallas_call(
+    kernel = pl.pallas_call(
         functools.partial(_visit, tile=tile),
         out_shape=jax.ShapeDtypeStruct((num_results, outs), jnp.float32),
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -104,8 +105,10 @@ def _one(x: Array, stack: Array, layer: Array, visits: tuple[Array, ...], tile: 
         ),
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
         interpret=interpret,
-        name="grouped_matmul",
-    )(layer[None], *visits, x, stack)
+        name=scopes.GROUPED_MATMUL,
+    )
+    with jax.named_scope(scopes.GROUPED_MATMUL):
+        return kernel(layer[None], *visits, x, stack)
 
 
 def _visit(layer, group, place, starts, ends, total, x, matrix, results, *, tile: int):
