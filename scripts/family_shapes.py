@@ -5,7 +5,7 @@ layers of one model that differ in their attention have a shape each.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -20,12 +20,16 @@ class AttentionShape:
     attention_chunk: int | None = None
     value_dim: int | None = None
     """Numbers of a latent that are its value; None: keys and values are stored."""
+    index_dim: int = 0
+    """Numbers of the index key of sparse attention."""
+    chosen: bool = False
+    """Whether an indexer chooses the keys."""
 
     def share(self, parts: int) -> "AttentionShape":
         """The shape on each device of a model axis of `parts`, as `layers.layout` shards heads."""
         num_q_heads, num_kv_heads, head_dim = self.heads
         if self.value_dim is not None:
-            return AttentionShape((math.ceil(num_q_heads / parts), 1, head_dim), value_dim=self.value_dim)
+            return replace(self, heads=(math.ceil(num_q_heads / parts), 1, head_dim))
         copies = parts // math.gcd(num_kv_heads, parts)
         kv_heads, group = num_kv_heads * copies // parts, math.ceil(num_q_heads // num_kv_heads / copies)
         rules = self.window, self.soft_cap, self.sinks, self.attention_chunk
@@ -41,8 +45,8 @@ def _with_and_without(window: int, *heads: tuple[int, int, int], **rules) -> tup
     return (*_heads(*heads, window=window, **rules), *_heads(*heads, **rules))
 
 
-def _latents(*num_heads: int, size: int = 576, value_dim: int = 512) -> tuple[AttentionShape, ...]:
-    return _heads(*((heads, 1, size) for heads in num_heads), value_dim=value_dim)
+def _latents(*num_heads: int, size: int = 576, value_dim: int = 512, **index) -> tuple[AttentionShape, ...]:
+    return _heads(*((heads, 1, size) for heads in num_heads), value_dim=value_dim, **index)
 
 
 SHAPES: dict[str, tuple[AttentionShape, ...]] = {
@@ -110,9 +114,9 @@ SHAPES: dict[str, tuple[AttentionShape, ...]] = {
     "kimi_k2": _latents(64),
     "kimi_linear": _latents(32),
     "glm4_moe_lite": _latents(20),
-    # Index keys are stored behind the latents of layers with an indexer; the kernel serves sequences without a choice
-    "deepseek_v32": _latents(128, size=704),
-    "glm_moe_dsa": (*_latents(64, size=704), *_latents(64)),
+    # Sequences of which all keys are chosen, and longer ones
+    "deepseek_v32": (*_latents(128, index_dim=128), *_latents(128, index_dim=128, chosen=True)),
+    "glm_moe_dsa": (*_latents(64, index_dim=128), *_latents(64, index_dim=128, chosen=True), *_latents(64)),
     "minicpm3": _latents(40, size=288, value_dim=256),
     "youtu": _latents(16),
     "mistral4": _latents(32, size=320, value_dim=256),
@@ -139,7 +143,7 @@ def family_shapes() -> list[AttentionShape]:
     """The distinct shapes of a device. All windows count as one, because their size is data to the kernels."""
 
     def kernel(shape: AttentionShape) -> tuple:
-        rules = shape.soft_cap, shape.sinks, shape.attention_chunk, shape.value_dim
+        rules = shape.soft_cap, shape.sinks, shape.attention_chunk, shape.value_dim, shape.index_dim, shape.chosen
         return shape.heads, shape.window is None, *rules
 
     shapes = [shape.share(parts) for family in SHAPES.values() for shape in family for parts in PARTS]

@@ -71,7 +71,7 @@ OTHERS: tuple[tuple[tuple[int, int, int], int, dict], ...] = (
 """Heads, page and rules of `--others`: head sizes of 96 to 512, one query head for a kv head, 5, 7, 16 and 32, one kv
 head and 32, pages of 8; gpt-oss and Llama 4, each on one chip and a share of one in eight; a window with a soft cap;
 heads so few that the cores of v4 and v5p read the same rows of queries (`Sizes.sharing_parts`)."""
-RULES = ("window", "sinks", "attention_chunk", "soft_cap", "value_dim")
+RULES = ("window", "sinks", "attention_chunk", "soft_cap", "value_dim", "index_dim", "chosen")
 """Fields of a `Case` that are neutral in the recorded ones."""
 TOKENS = 512
 MOST_COMPILED = 30
@@ -93,6 +93,8 @@ class Case:
     attention_chunk: int | None = None
     soft_cap: float | None = None
     value_dim: int | None = None
+    index_dim: int = 0
+    chosen: bool = False
 
     @property
     def kernel_shape(self) -> tuple:

@@ -9,11 +9,11 @@ are one call of the attention entry; `program` is the engine's own round, withou
     heads=(query heads, kv heads, head size) of one chip, page=tokens of a page, seqs=sequences, context=tokens of each,
     tokens=query tokens of the step, kv_dtype=, window=, sinks=whether the heads have attention sinks,
     attention_chunk=positions of a chunk of chunked attention, soft_cap=bound of scores, value_dim=numbers of a latent
-    that are its value, pool_pages=pages of the pool (default: as many as the page tables can name, at most 2 GiB
-    worth; the tables keep their full shape), impl=attention implementation, invariant=whether as with `numerics:
-    batch_invariant`, and tiles=`kernels.tpu.tiling.Tiles`, or
-    what differs from those of the table, such as dict(decode=dict(pages=8), prefill=dict(queries=128)) (default: those
-    of the table).
+    that are its value, index_dim=numbers of an index key, chosen=whether an indexer has chosen the keys,
+    pool_pages=pages of the pool (default: as many as the page tables can name, at most 2 GiB worth; the tables keep
+    their full shape), impl=attention implementation, invariant=whether as with `numerics: batch_invariant`, and
+    tiles=`kernels.tpu.tiling.Tiles`, or what differs from those of the table, such as dict(decode=dict(pages=8),
+    prefill=dict(queries=128)) (default: those of the table).
 
 A pool has LAYERS layers, of which a call reads one.
 """
@@ -178,6 +178,8 @@ def _call(
     attention_chunk=None,
     soft_cap=None,
     value_dim=None,
+    index_dim=0,
+    chosen=False,
     pool_pages=None,
     impl="tpu",
     tiles=None,
@@ -186,20 +188,26 @@ def _call(
     num_q_heads, num_kv_heads, head_dim = heads
     kv_dtype = jnp.dtype(kv_dtype)
     seq_pages = -(-context // page)
-    pool_shape = functools.partial(_pool_shape, impl, num_kv_heads, head_dim, page, kv_dtype, value_dim is not None)
+    sizes = PoolShape(LAYERS, 1, page, num_kv_heads, head_dim + index_dim, kv_dtype, value_dim is not None, index_dim)
+
+    def pool_shape(num_pages: int) -> tuple[int, ...]:
+        return make_backend(impl).pool_shape(dataclasses.replace(sizes, num_pages=num_pages))
+
     page_bytes = math.prod(pool_shape(1)) * kv_dtype.itemsize
     pool_pages = pool_pages or max(
         -(-MIN_POOL_BYTES // page_bytes), min(seqs * seq_pages, MAX_POOL_BYTES // page_bytes)
     )
 
     def call(*arrays):
+        *arrays, choice = arrays if chosen else (*arrays, None)
         own = dict(sliding_window=window, attention_chunk=attention_chunk, soft_cap=soft_cap)
-        options = dict(tiles=_tiles(tiles, heads, page, kv_dtype, value_dim), rows_apart=invariant)
+        latent = value_dim, index_dim, chosen
+        options = dict(tiles=_tiles(tiles, heads, page, kv_dtype, *latent), rows_apart=invariant)
         backend, rules = make_backend(impl).configured(**options), ScoreRules(scale=head_dim**-0.5, **own)
         if value_dim is None:  # heads that are rotated hold the scale
             _, rules = backend.scale_in_queries(rules)
-        arguments = AttentionCall(*arrays[:7], rules, kv_dtype, num_kv_heads, page, *arrays[7:], value_dim=value_dim)
-        return backend.attend(arguments)
+        latents = dict(value_dim=value_dim, index_dim=index_dim, chosen=choice)
+        return backend.attend(AttentionCall(*arrays[:7], rules, kv_dtype, num_kv_heads, page, *arrays[7:], **latents))
 
     i32 = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
     arguments = (
@@ -211,27 +219,25 @@ def _call(
         i32((seqs + 1,)),
         i32(()),
     )
-    return call, (*arguments, jax.ShapeDtypeStruct((num_q_heads,), jnp.float32)) if sinks else arguments
+    if sinks:
+        arguments = (*arguments, jax.ShapeDtypeStruct((num_q_heads,), jnp.float32))
+    if chosen:
+        arguments = (*arguments, make_backend(impl).choice_type(tokens, seq_pages, page, context, kv_dtype))
+    return call, arguments
 
 
-def _tiles(changes, heads, page: int, kv_dtype, value_dim: int | None) -> Tiles | None:
+def _tiles(changes, heads, page: int, kv_dtype, *latent) -> Tiles | None:
     """Those of the table with `changes`, a mapping; what is given, if it is none. While tracing: they depend on the
     device."""
     if not isinstance(changes, dict):
         return changes
     num_q_heads, num_kv_heads, head_dim = heads
-    shape = TileShape(generation(), num_kv_heads, head_dim, num_q_heads // num_kv_heads, page, kv_dtype.name, value_dim)
+    sizes = num_kv_heads, head_dim, num_q_heads // num_kv_heads, page, kv_dtype.name
+    shape = TileShape(generation(), *sizes, *latent)
     tiles = choose(shape)
     return dataclasses.replace(
         tiles, **{path: dataclasses.replace(getattr(tiles, path), **sizes) for path, sizes in changes.items()}
     )
-
-
-def _pool_shape(
-    impl: str, num_kv_heads: int, head_dim: int, page: int, kv_dtype, is_latent: bool, num_pages: int
-) -> tuple[int, ...]:
-    shape = PoolShape(LAYERS, num_pages, page, num_kv_heads, head_dim, kv_dtype, is_latent)
-    return make_backend(impl).pool_shape(shape)
 
 
 def program(

@@ -1,11 +1,10 @@
 """Sparse attention on TPUs: keys that an indexer has not chosen are masked by the matmul of queries and keys.
 
 Attention computes all keys, because those that one token has chosen are scattered over the pool, and a TPU copies
-thousands of single keys more slowly than it multiplies tens of thousands that are contiguous. A page in VMEM has one slab more, whose lanes
-are tokens: 0 for a key that the token has chosen, -1 for others. A query has one tile of lanes more, `_FAR` in the lane
-of its token and 0 elsewhere. So the matmul of both adds 0 or -`_FAR` to a score, whatever computes it.
-
-Source: the scores are those of DeepSeek sparse attention, report of DeepSeek-V3.2-Exp, section 2.1.
+thousands of single keys more slowly than it multiplies tens of thousands that are contiguous. A page in VMEM has one
+slab more, whose lanes are tokens: 0 for a key that the token has chosen, -1 for others. A query has one tile of lanes
+more, `_FAR` in the lane of its token and 0 elsewhere. So the matmul of both adds 0 or -`_FAR` to a score, whatever
+computes it.
 """
 
 import functools
@@ -54,8 +53,8 @@ def choose_keys(call: AttentionCall, queries: IndexQueries) -> Array:
     def largest(scores: Array) -> Array:
         return is_largest(scores, queries.num_chosen).astype(dtype) - dtype(1)
 
-    # Numbers of 16 bits and less are multiplied as they are.
-    narrow = queries.q.dtype.itemsize <= 2 and kv_dtype.itemsize <= 2
+    # Floats of 16 bits and less are multiplied as they are; integers and their scales have more bits together.
+    narrow = queries.q.dtype.itemsize <= 2 and kv_dtype.itemsize <= 2 and kv_dtype != jnp.int8
     group_pages = min(-(-_GROUP_TOKENS // call.page_size), call.page_indices.shape[1])
     operand = jnp.dtype(jnp.bfloat16 if narrow else jnp.float32)
     chooser = Chooser(call, queries, group_pages, operand, _index_keys, all_seen, largest)
