@@ -17,14 +17,12 @@ from levanter_infer.kernels import int8
 from levanter_infer.kernels.call import AttentionCall, IndexQueries
 from levanter_infer.kernels.loops import run_if
 from levanter_infer.kernels.tpu.pool import LANES, TpuPool
-from levanter_infer.kernels.xla.blocks import Lane, Tile, with_blocks
-from levanter_infer.kernels.xla.index import Chooser
+from levanter_infer.kernels.xla.blocks import Tile
+from levanter_infer.kernels.xla.index import ACCELERATOR, Chooser
 
 _FAR = 1e30
 """What a key that is not chosen lacks in its score, before the scale: in float32 every finite score vanishes beside
 it. It stands on the side of queries, whose numbers have 16 or 32 bits; 8-bit pages hold 0 and -1 alone."""
-_GROUP_TOKENS, _DECODE_TILE, _PREFILL_QUERIES = 1024, 16, 128
-"""Keys, decoded tokens and queries of a chunk that are scored at once."""
 MAX_QUERIES = LANES // 2
 """Most queries of a query block: those of one block have lanes in the same group of tokens."""
 
@@ -53,14 +51,7 @@ def choose_keys(call: AttentionCall, queries: IndexQueries) -> Array:
     def largest(scores: Array) -> Array:
         return is_largest(scores, queries.num_chosen).astype(dtype) - dtype(1)
 
-    # Floats of 16 bits and less are multiplied as they are; integers and their scales have more bits together.
-    narrow = queries.q.dtype.itemsize <= 2 and kv_dtype.itemsize <= 2 and kv_dtype != jnp.int8
-    group_pages = min(-(-_GROUP_TOKENS // call.page_size), call.page_indices.shape[1])
-    operand = jnp.dtype(jnp.bfloat16 if narrow else jnp.float32)
-    chooser = Chooser(call, queries, group_pages, operand, _index_keys, all_seen, largest)
-    decode, prefill = Lane(1, min(_DECODE_TILE, call.num_rows)), Lane(min(_PREFILL_QUERIES, call.num_tokens), 1)
-    lanes = with_blocks(call, decode, prefill)
-    by_token = chooser.run(lanes, none)
+    by_token = Chooser(call, queries, ACCELERATOR, _index_keys, all_seen, largest).run(none)
     groups = -(-call.num_tokens // MAX_QUERIES)
     halves = jnp.pad(by_token, ((0, (groups + 1) * MAX_QUERIES - call.num_tokens), (0, 0)))
     halves = halves.reshape(groups + 1, MAX_QUERIES, size)

@@ -28,7 +28,7 @@ from levanter_infer.kernels.loops import run_bucket
 from levanter_infer.kernels.rules import decode_bits
 from levanter_infer.kernels.xla.attention import xla_attention
 from levanter_infer.kernels.xla.grouped import in_blocks, ragged_matmul
-from levanter_infer.kernels.xla.index import xla_choose_keys
+from levanter_infer.kernels.xla.index import ACCELERATOR, xla_choose_keys
 from levanter_infer.kernels.xla.linear import as_floats, matmul, to_bits
 from levanter_infer.kernels.xla.reference import reference_attention, reference_choice
 
@@ -158,7 +158,7 @@ class XlaBackend(Backend):
         return self._choose_keys(call, queries)
 
     def _choose_keys(self, call: AttentionCall, queries: IndexQueries) -> Array:
-        return xla_choose_keys(call, queries)
+        return xla_choose_keys(call, queries, ACCELERATOR if self.platform.name in ("gpu", "tpu") else None)
 
     def choice_type(
         self, num_tokens: int, max_pages: int, page_size: int, num_chosen: int, kv_dtype: jnp.dtype

@@ -4,7 +4,7 @@ A tile of query blocks (`kernels.xla.blocks`) scores all keys up to its last que
 keeps the largest scores of each query. Tiles whose queries see no more keys than they may choose score none.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import jax
@@ -15,11 +15,28 @@ from levanter_infer.kernels.call import NO_KEY, AttentionCall, IndexQueries
 from levanter_infer.kernels.loops import run_if
 from levanter_infer.kernels.rules import decode_bits
 from levanter_infer.kernels.xla.attention import keys_in_pages
-from levanter_infer.kernels.xla.blocks import GROUP_TOKENS, Blocks, Lane, Tile, passes, run_lane
+from levanter_infer.kernels.xla.blocks import GROUP_TOKENS, Blocks, Lane, Tile, passes, run_lane, with_blocks
 
 
-def xla_choose_keys(call: AttentionCall, queries: IndexQueries) -> Array:
-    """Positions of the chosen keys, i32[T, n]."""
+@dataclass(frozen=True)
+class Turns:
+    """Sizes of what is scored at once."""
+
+    tokens: int
+    """Keys, in whole pages."""
+    decode_tile: int
+    """Decoded tokens."""
+    prefill_queries: int
+    """Queries of a chunk."""
+
+
+ACCELERATOR = Turns(1024, 16, 128)
+"""By the estimates of the compiler for v5p, of 64 heads: 12 thousand cycles for a turn of decoded tokens, 38 thousand
+for one of a chunk."""
+
+
+def xla_choose_keys(call: AttentionCall, queries: IndexQueries, turns: Turns | None) -> Array:
+    """Positions of the chosen keys, i32[T, n]. Args: turns: as in `Chooser`."""
     num_chosen = min(queries.num_chosen, call.page_indices.shape[1] * call.page_size)
 
     def largest(scores: Array) -> Array:
@@ -30,10 +47,8 @@ def xla_choose_keys(call: AttentionCall, queries: IndexQueries) -> Array:
         positions = jnp.arange(num_chosen, dtype=jnp.int32)[None, None]
         return jnp.where((positions <= at.q_pos[..., None]) & at.live[..., None], positions, NO_KEY)
 
-    group_pages = min(-(-GROUP_TOKENS // call.page_size), call.page_indices.shape[1])
     choice = jnp.zeros((call.num_tokens, num_chosen), jnp.int32)
-    chooser = Chooser(call, queries, group_pages, jnp.dtype(jnp.float32), _index_keys, all_seen, largest)
-    return chooser.run(passes(call, 1, queries.q.shape[1], chooser.group), choice)
+    return Chooser(call, queries, turns, _index_keys, all_seen, largest).run(choice)
 
 
 @dataclass(frozen=True)
@@ -42,10 +57,8 @@ class Chooser:
 
     call: AttentionCall
     queries: IndexQueries
-    group_pages: int
-    """Pages that are scored at once."""
-    operand: jnp.dtype
-    """Dtype of the operands of the matmul."""
+    turns: Turns | None
+    """None: as attention on a CPU, in float32, so that a token has the same bits whatever is computed beside it."""
     index_keys: Callable[[AttentionCall, Array], Array]
     """`index_keys(call, pages)` gives the index keys on pages i32[tile, n], [tile, n * page_size, index_dim]."""
     all_seen: Callable[[Tile], Array]
@@ -53,12 +66,33 @@ class Chooser:
     largest: Callable[[Array], Array]
     """The choice by the scores f32[tile, block_q, positions], -inf for keys that are not seen."""
 
-    def run(self, lanes: Sequence[tuple[Lane, Blocks]], choice: Array) -> Array:
+    def run(self, choice: Array) -> Array:
         """The choice of each token, [T, ...]. Args: choice: zeros."""
         share = self.queries.share
-        for lane, blocks in lanes:
+        for lane, blocks in self._lanes():
             choice = run_lane(self.call, lane, blocks, choice, self._of_tile, share)
         return choice if share is None else share.sum(choice)
+
+    def _lanes(self) -> list[tuple[Lane, Blocks]]:
+        call, turns = self.call, self.turns
+        if turns is None:
+            return passes(call, 1, self.queries.q.shape[1], self.group)
+        decode = Lane(1, min(turns.decode_tile, call.num_rows))
+        return with_blocks(call, decode, Lane(min(turns.prefill_queries, call.num_tokens), 1))
+
+    @property
+    def operand(self) -> jnp.dtype:
+        """Dtype of the operands of the matmul: bfloat16 for floats that it holds. Integers and their scales have more
+        bits together."""
+        dtypes = jnp.dtype(self.queries.q.dtype), jnp.dtype(self.call.kv_dtype)
+        narrow = all(dtype == jnp.bfloat16 or dtype == jnp.float8_e4m3fn for dtype in dtypes)
+        return jnp.dtype(jnp.bfloat16 if narrow and self.turns is not None else jnp.float32)
+
+    @property
+    def group_pages(self) -> int:
+        """Pages that are scored at once."""
+        tokens = GROUP_TOKENS if self.turns is None else self.turns.tokens
+        return min(-(-tokens // self.call.page_size), self.call.page_indices.shape[1])
 
     @property
     def group(self) -> int:
