@@ -1,5 +1,5 @@
 """Compiles kernels for GPUs that are not there, and prints what fails, as one JSON line: attention at every head size,
-matmuls in every tile.
+and to chosen keys; matmuls in every tile.
 
 `python -m tests.gpu_kernels`; needs what tests/gpu_compile.py needs. Here too little shared memory is found.
 """
@@ -59,6 +59,12 @@ def main() -> None:
             sinks=((8,), jnp.float32),
         )
 
+    def of_chosen_keys(heads: int, dtype, tokens: int) -> dict:
+        """DeepSeek-V3.2's latents."""
+        latents = dict(q=((tokens, heads, 576), dtype), kv_pages=((2, 1024, 16, 1, 704), dtype))
+        own = {**attention(576, dtype), **latents, "chosen": ((tokens, 2048), i32)}
+        return {name: type_ for name, type_ in own.items() if name != "sinks"}
+
     def matmul(x, gate, up, layer, *, shared_memory: int):
         outs = [gate.shape[1], up.shape[1]]
         pair = LinearCall(x=x, weights=[gate, up], num_outs=outs, layer=layer, dtype=x.dtype, is_gated_pair=True)
@@ -81,6 +87,12 @@ def main() -> None:
             function = functools.partial(attend, scale=0.1, impl="gpu")
             if error := failure(target, function, **attention(head_dim, dtype, MANY_ROWS, tokens)):
                 failures[f"{name} {head_dim} {jnp.dtype(dtype)} {MANY_ROWS} rows {tokens} tokens"] = error
+        kinds = (16, jnp.bfloat16), (16, jnp.float32), (128, jnp.bfloat16)
+        for (heads, dtype), tokens in itertools.product(kinds, (8, NUM_TOKENS)):
+            count += 1
+            function = functools.partial(attend, scale=0.1, impl="gpu", value_dim=512, index_dim=128)
+            if error := failure(target, function, **of_chosen_keys(heads, dtype, tokens)):
+                failures[f"{name} chosen keys {heads} heads {jnp.dtype(dtype)} {tokens} tokens"] = error
         for rows in ROWS:
             for ins, outs in MATRICES:
                 count += 1

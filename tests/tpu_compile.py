@@ -1,6 +1,7 @@
 """Compiles the round program for a TPU that is not there, and prints what became of the pool, as one JSON line.
 
-Run in a process of its own: the compiler may abort it. `python -m tests.tpu_compile v5e tpu`
+Run in a process of its own: the compiler may abort it. `python -m tests.tpu_compile v5e tpu [deepseek_v32]`; without
+the last a Llama.
 """
 
 import json
@@ -10,7 +11,7 @@ import sys
 from levanter_infer.runtime.libtpu import TARGETS, compiler_environment, topology_devices
 
 
-def main(generation: str, impl: str) -> None:
+def main(generation: str, impl: str, golden_case: str | None = None) -> None:
     os.environ.update(compiler_environment(generation))
     import jax
     import jax.numpy as jnp
@@ -24,6 +25,8 @@ def main(generation: str, impl: str) -> None:
     from levanter_infer.kernels.registry import make_backend
     from levanter_infer.layers.attention import AttentionSpec
     from levanter_infer.layers.layout import Layout, one_device_mesh
+    from levanter_infer.models.decoder import DecoderModel
+    from tests.family_cases import load_config
     from tests.hlo import pool_copies
     from tests.tiny_models import tiny_model
 
@@ -34,7 +37,11 @@ def main(generation: str, impl: str) -> None:
         return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=replicated), tree)
 
     config = EngineConfig(max_seqs=8, max_seq_len=256, max_pages=32768, max_step_tokens=64)
-    model = tiny_model(dtype="bfloat16", hidden_size=256, num_attention_heads=4, num_key_value_heads=4, head_dim=128)
+    if golden_case is None:
+        sizes = dict(hidden_size=256, num_attention_heads=4, num_key_value_heads=4, head_dim=128)
+        model = tiny_model(dtype="bfloat16", **sizes)
+    else:
+        model = DecoderModel.types(load_config(golden_case), jnp.bfloat16)
     shapes = resolve_shapes(config, model, 1)
     backend = make_backend(impl, "tpu")
     options = ProgramOptions(AttentionSpec(), jnp.bfloat16, backend, Layout.of(mesh, model.config))

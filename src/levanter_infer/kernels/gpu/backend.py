@@ -9,12 +9,16 @@ import jax.numpy as jnp
 from jax import Array
 
 from levanter_infer.kernels.backend import Fuse, Platform, Task, Work
-from levanter_infer.kernels.call import AttentionCall, GroupedCall, KvWrite, LinearCall
+from levanter_infer.kernels.call import AttentionCall, GroupedCall, IndexQueries, KvWrite, LinearCall
 from levanter_infer.kernels.gpu import attention, linear, plt, sampling
 from levanter_infer.kernels.gpu.kv_write import rotate_and_write
 from levanter_infer.kernels.gpu.logits import logit_stats
 from levanter_infer.kernels.rules import ScoreRules
 from levanter_infer.kernels.xla.backend import XlaBackend
+from levanter_infer.kernels.xla.index import Turns, xla_choose_keys
+
+_INDEX_TURNS = Turns(4096, 64, 64)
+"""Long ones, because the host decides whether there is another; scores of all heads are 64 MiB."""
 
 GPU = Platform("gpu", step_tokens=2048, mixed_tokens=256, branches=True)
 
@@ -116,6 +120,9 @@ class GpuBackend(XlaBackend):
         if write.rotation is None:
             return super().write_kv(pool, write)
         return rotate_and_write(pool, write, interpret=self.interpret)
+
+    def _choose_keys(self, call: AttentionCall, queries: IndexQueries) -> Array:
+        return xla_choose_keys(call, queries, _INDEX_TURNS)
 
     def _attend(self, call: AttentionCall) -> Array:
         return attention.gpu_attention(call, invariant=self.is_apart, interpret=self.interpret)
