@@ -116,7 +116,10 @@ SHAPES: dict[str, tuple[AttentionShape, ...]] = {
     "glm4_moe_lite": _latents(20),
     # Sequences of which all keys are chosen, and longer ones
     "deepseek_v32": (*_latents(128, index_dim=128), *_latents(128, index_dim=128, chosen=True)),
-    "glm_moe_dsa": (*_latents(64, index_dim=128), *_latents(64, index_dim=128, chosen=True), *_latents(64)),
+    "glm_moe_dsa": (
+        *(*_latents(64, index_dim=128), *_latents(64, index_dim=128, chosen=True)),
+        *(*_latents(64), *_latents(64, chosen=True)),
+    ),
     "minicpm3": _latents(40, size=288, value_dim=256),
     "youtu": _latents(16),
     "mistral4": _latents(32, size=320, value_dim=256),

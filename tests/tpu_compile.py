@@ -1,6 +1,6 @@
 """Compiles the round program for a TPU that is not there, and prints what became of the pool, as one JSON line.
 
-Run in a process of its own: the compiler may abort it. `python -m tests.tpu_compile v5e tpu [deepseek_v32]`; without
+Run in a process of its own: the compiler may abort it. `python -m tests.tpu_compile v5e tpu [glm_moe_dsa]`; without
 the last a Llama.
 """
 
@@ -74,13 +74,14 @@ def kv_offload_programs(programs, cache, shapes, replicated):
     def array(shape, dtype, sharding=replicated):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
-    pool, pages = cache.pools[0].pages.array, array((shapes.transfer_pages,), jnp.int32)
-    contents = array(
-        (pool.shape[0], shapes.transfer_pages, *pool.shape[2:]), pool.dtype, replicated.with_memory_kind("pinned_host")
+    pages, on_host = array((shapes.transfer_pages,), jnp.int32), replicated.with_memory_kind("pinned_host")
+    pools = [pool.pages.array for pool in cache.paged(0)]
+    contents = tuple(
+        array((pool.shape[0], shapes.transfer_pages, *pool.shape[2:]), pool.dtype, on_host) for pool in pools
     )
     arguments = {
         "read_pages": (cache, pages),
-        "write_pages": (cache, (contents,), array((shapes.num_pages,), jnp.int32), pages),
+        "write_pages": (cache, contents, array((shapes.num_pages,), jnp.int32), pages),
     }
     return {
         name: getattr(programs.tier, name).jitted.trace(*types).lower(lowering_platforms=("tpu",)).compile()

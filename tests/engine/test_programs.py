@@ -95,7 +95,7 @@ def test_the_round_program_makes_no_pool_sized_copy_on_a_cpu(dtype):
 
 
 @pytest.mark.slow  # a minute of the TPU's compiler; CI compiles kernels only, test_tile_search.py
-@pytest.mark.parametrize("options", [("xla",), ("tpu",), ("tpu", "deepseek_v32")], ids="-".join)
+@pytest.mark.parametrize("options", [("xla",), ("tpu",), ("tpu", "glm_moe_dsa")], ids="-".join)
 def test_the_round_and_the_programs_that_move_pages_make_no_pool_sized_copy_on_v5e(options):
     pytest.importorskip("libtpu", reason="the TPU compiler comes with the extra `test`")
     done = subprocess.run(

@@ -261,6 +261,15 @@ def test_the_kernels_of_a_tpu_leave_out_keys_that_are_not_chosen(name):
     out = run(arrays, choice)
     assert interpret_pallas_call.races is not None and not interpret_pallas_call.races.races_found
     np.testing.assert_allclose(out, dense_attention(batch, scale=0.3, chosen=expected), atol=1e-5, rtol=1e-5)
+    # A layer that shares the choice has a pool without index keys
+    shared = make_ragged(dataclasses.replace(sizes, head_dim=sizes.head_dim - INDEX_DIM), TPU_ROWS)
+    static["index_dim"] = 0
+    own = {name: array for name, array in for_tpu(shared).items() if name != "kv_heads"}
+    out = jax.jit(lambda own, chosen: attend(**own, **static, tiles=tiles, impl="tpu_interpret", chosen=chosen))(
+        own, choice
+    )
+    np.testing.assert_allclose(out, dense_attention(shared, scale=0.3, chosen=expected), atol=1e-5, rtol=1e-5)
+    static["index_dim"] = INDEX_DIM
     whole = jax.jit(lambda arrays: attend(**arrays, **static, tiles=tiles, impl="tpu_interpret"))(arrays)
     np.testing.assert_allclose(whole, dense_attention(batch, scale=0.3), atol=1e-5, rtol=1e-5)
 
@@ -277,3 +286,27 @@ def test_the_largest_scores_are_found_without_a_sort():
         for row, own in zip(found, scores, strict=True):
             best = np.argsort(-own, kind="stable")[:count]
             np.testing.assert_array_equal(np.flatnonzero(row), np.sort(best[own[best] > -np.inf]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["small", "int8"])
+def test_rules_that_bound_scores_show_no_key_that_is_not_chosen_on_a_tpu(name):
+    sizes = TPU_SIZES[name]
+    batch = make_sparse(sizes, TPU_ROWS)
+    arrays = for_tpu(batch, INDEX_DIM)
+    expected = expected_choice(batch, queries := index_queries(batch, num_chosen=40))
+    backend, arrays = make_backend("tpu_interpret"), {n: array for n, array in arrays.items() if n != "kv_heads"}
+    static = dict(kv_heads=1, kv_dtype=sizes.dtype, value_dim=sizes.value_dim, index_dim=INDEX_DIM)
+    call = attention_call(**arrays, **static, scale=0.3, backend=backend)
+    choice = jax.jit(lambda q, weights: backend.choose_keys(call, IndexQueries(q, weights, 40)))(
+        queries.q, queries.weights
+    )
+    tiles = Tiles(Tile(4, 3, 1), Tile(4, 3, 1, max(8, align_queries(sizes.q_heads))))
+    for rules in (dict(soft_cap=2.0), dict(score_mod=lambda score, q_pos, kv_pos, head: 2 * jnp.tanh(score / 2))):
+        options = dict(**static, **rules, scale=0.3, tiles=tiles, impl="tpu_interpret")
+        out = jax.jit(lambda arrays, chosen, options=options: attend(**arrays, **options, chosen=chosen))(
+            arrays, choice
+        )
+        np.testing.assert_allclose(
+            out, dense_attention(batch, scale=0.3, chosen=expected, **rules), atol=1e-5, rtol=1e-5
+        )

@@ -217,7 +217,8 @@ def test_sparse_attention_has_indexers():
         ({"index_local_window": 64}, "'index_local_window' "),
         ({"rope_interleave": False}, "rope_interleave=False, expected True"),
         ({"layer_types": ["full_attention"]}, "layer_types="),
-        ({"indexer_types": ["full"]}, "indexer_types=.*, expected one entry for each of num_hidden_layers=78"),
+        ({"indexer_types": ["full"]}, "1 entries of indexer_types .* one for each of num_hidden_layers=78"),
+        ({"model_type": "deepseek_v32"}, "layers of deepseek_v32 have an indexer each"),
         ({"indexer_types": ["shared", "full"] * 39}, "shares a choice of keys, expected an indexer"),
         ({"indexer_types": None, "index_topk_pattern": "FSX"}, "index_topk_pattern='FSX', expected a letter F or S"),
         ({"q_lora_rank": None}, "an indexer computes its queries from the latent of queries"),
@@ -232,6 +233,8 @@ def test_sparse_attention_has_indexers():
     [
         ({}, "FFFFFFFF"),
         ({"index_topk_freq": 4}, "FFSSSFSS"),
+        ({"index_topk_freq": 0}, "FFFFFFFF"),
+        ({"index_topk_pattern": ["full", *["shared"] * 6, "full"]}, "FSSSSSSF"),
         ({"index_topk_freq": 2, "index_skip_topk_offset": 0}, "SFSFSFSF"),
         ({"index_topk_freq": 2, "index_skip_topk_offset": 3}, "FFFSFSFS"),
         ({"index_topk_pattern": "FSSFSSFS", "index_topk_freq": 4}, "FSSFSSFS"),

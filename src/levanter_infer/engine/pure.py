@@ -107,7 +107,7 @@ def generate(
     batch, n = prompts.shape[0], params.n
     table = _sampling_table(params, batch, shapes, eos_token_ids, seeds)
     pool_dtype = kv_dtype(config, model)
-    check_given_tiles(config.tiles, model.config, backend.layout, page_size=shapes.page_size, kv_dtype=pool_dtype)
+    check_given_tiles(config.tiles, model.config, backend.layout, shapes, pool_dtype)
     cache = empty_cache(model.config, shapes, backend.attention_backend, dtype=pool_dtype)
     result = generate_all(
         backend.as_read(model),

@@ -599,7 +599,7 @@ def programs_for(
     """The programs of an engine. Args: types: as in `shapes_for`; fingerprints, logits_mod: as in `ProgramOptions`.
     Raises: ValueError for `tiles` that no kernel can have."""
     dtype = kv_dtype(config, types)
-    check_given_tiles(config.tiles, types.config, backend.layout, page_size=shapes.page_size, kv_dtype=dtype)
+    check_given_tiles(config.tiles, types.config, backend.layout, shapes, dtype)
     options = ProgramOptions(
         attention,
         dtype,

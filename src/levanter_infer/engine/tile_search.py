@@ -17,9 +17,11 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from levanter_infer.decode.programs import Program
+from levanter_infer.decode.shapes import Shapes
 from levanter_infer.kernels.call import AttentionCall
 from levanter_infer.kernels.rules import ScoreRules
 from levanter_infer.kernels.tpu.backend import TpuBackend
+from levanter_infer.kernels.tpu.choice import choice_type
 from levanter_infer.kernels.tpu.sizes import Tile, align_queries
 from levanter_infer.kernels.tpu.tiling import TABLE, Tiles, TileShape, candidates
 from levanter_infer.layers.layout import Layout
@@ -30,7 +32,7 @@ _ROWS, _ROW_PAGES = 16, 256
 
 
 def tile_shape(
-    config, layout: Layout, *, page_size: int, kv_dtype: jnp.dtype, generation: str | None = None
+    config, layout: Layout, shapes: Shapes, kv_dtype: jnp.dtype, *, generation: str | None = None
 ) -> TileShape:
     """The sizes that tiles depend on, from a model's `DecoderConfig` and its layout on a mesh."""
     copies = layout.kv_copies
@@ -39,16 +41,18 @@ def tile_shape(
         kv_heads=layout.kv_heads,
         head_dim=config.head_dim,
         q_per_kv=-(-(config.num_heads // config.num_kv_heads) // copies),
-        page_size=page_size,
+        page_size=shapes.page_size,
         kv_dtype=kv_dtype.name,
         value_dim=config.value_dim,
+        index_dim=config.index_dim,
+        masked=config.chooses_keys(shapes.max_seq_len),
     )
 
 
-def check_given_tiles(tiles: Tiles | None, config, layout: Layout, *, page_size: int, kv_dtype) -> None:
+def check_given_tiles(tiles: Tiles | None, config, layout: Layout, shapes: Shapes, kv_dtype: jnp.dtype) -> None:
     """`check_tiles` for a configuration that may leave them out; the rest as in `tile_shape`."""
     if tiles is not None:
-        check_tiles(tile_shape(config, layout, page_size=page_size, kv_dtype=kv_dtype), tiles)
+        check_tiles(tile_shape(config, layout, shapes, kv_dtype), tiles)
 
 
 def check_tiles(shape: TileShape, tiles: Tiles) -> None:
@@ -157,6 +161,9 @@ def _compile(shape: TileShape, max_tokens: int, q_dtype: str, tiles: Tiles) -> s
         cu_q_lens=array(_ROWS + 1),
         num_seqs=array(),
     )
+    if shape.masked:
+        choice = choice_type(max_tokens, _ROW_PAGES, shape.page_size, jnp.dtype(shape.kv_dtype))
+        arrays["chosen"] = array(*choice.shape, dtype=choice.dtype)
 
     def attend(arrays):
         call = AttentionCall(
@@ -166,6 +173,7 @@ def _compile(shape: TileShape, max_tokens: int, q_dtype: str, tiles: Tiles) -> s
             kv_heads=shape.kv_heads,
             page_size=shape.page_size,
             value_dim=shape.value_dim,
+            index_dim=shape.index_dim,
         )
         return TpuBackend(tiles=tiles).attend(call)
 

@@ -246,6 +246,11 @@ class DecoderConfig:
         return next((mixer.latent_dim for mixer in self._latent), None)
 
     @functools.cached_property
+    def index_dim(self) -> int:
+        """Numbers of an index key; 0: no layer has an indexer."""
+        return max((mixer.index_dim for mixer in self._latent), default=0)
+
+    @functools.cached_property
     def expert_layers(self) -> tuple[int, ...]:
         """Numbers of the layers with experts."""
         return tuple(i for i, block in enumerate(self.blocks) if isinstance(block.feed_forward, ExpertsBlock))

@@ -35,9 +35,18 @@ INDEX_NORM = NormConfig(1e-6, center=True, bias=True)
 
 
 def config_from_hf(
-    raw: Mapping[str, Any], *, model_type: str, defaults: Mapping[str, Any], index_heads: int, interleaved: bool
+    raw: Mapping[str, Any],
+    *,
+    model_type: str,
+    defaults: Mapping[str, Any],
+    index_heads: int,
+    interleaved: bool,
+    shares: bool,
 ) -> DecoderConfig:
-    """Args: defaults, index_heads, interleaved: HF's defaults; the last of `indexer_rope_interleave`.
+    """
+    Args:
+        defaults, index_heads, interleaved: HF's defaults; the last of `indexer_rope_interleave`.
+        shares: whether layers may share the choice of an earlier one.
 
     Raises: ValueError naming the key that is unknown, malformed or not implemented.
     """
@@ -54,6 +63,8 @@ def config_from_hf(
         interleaved=hf.flag("indexer_rope_interleave", interleaved),
     )
     kinds = _indexer_types(hf, sizes.num_layers)
+    if not shares and SHARED in kinds:
+        raise ValueError(f"config.json: layers of {model_type} have an indexer each, and none shares another's choice")
     if any(kind != INDEXED for kind in hf.names("layer_types", (INDEXED,)) or ()):
         raise hf.fail("layer_types", INDEXED)
     hf.own_code("configuration_deepseek", "modeling_deepseek")
@@ -71,19 +82,25 @@ def config_from_hf(
 
 def _indexer_types(hf: HfConfig, num_layers: int) -> list[str]:
     """`indexer_types` of every layer or, in files without it, what the keys of GLM-5's own code say."""
-    kinds = hf.names("indexer_types", (FULL, SHARED))
-    freq, offset = hf.count("index_topk_freq", 1, null=1), hf.size("index_skip_topk_offset", 2)
-    pattern = hf.raw.get("index_topk_pattern")
-    hf.ignore("index_topk_pattern")
-    if kinds is None and isinstance(pattern, str) and set(pattern) <= set("FS"):
-        kinds = tuple(FULL if letter == "F" else SHARED for letter in pattern)
-    elif kinds is None and pattern is not None:
-        raise hf.fail("index_topk_pattern", "a letter F or S for each layer, or indexer_types instead")
-    if kinds is None:
+    given, freq = hf.names("indexer_types", (FULL, SHARED)), max(hf.size("index_topk_freq", 1), 1)
+    offset, pattern = hf.size("index_skip_topk_offset", 2), hf.raw.get("index_topk_pattern")
+    if given is not None or pattern is None:
+        hf.ignore("index_topk_pattern")
+    elif isinstance(pattern, str) and set(pattern) <= set("FS"):
+        hf.ignore("index_topk_pattern")
+        given = tuple(FULL if letter == "F" else SHARED for letter in pattern)
+    elif isinstance(pattern, list):
+        given = hf.names("index_topk_pattern", (FULL, SHARED))
+    else:
+        raise hf.fail("index_topk_pattern", "a letter F or S for each layer, or a list as in indexer_types")
+    if given is None:
         return [SHARED if max(layer - offset + 1, 0) % freq else FULL for layer in range(num_layers)]
-    if len(kinds) != num_layers:
-        raise hf.fail("indexer_types", f"one entry for each of num_hidden_layers={num_layers}")
-    return list(kinds)
+    if len(given) != num_layers:
+        raise ValueError(
+            f"config.json: {len(given)} entries of indexer_types or index_topk_pattern, expected one for each of "
+            f"num_hidden_layers={num_layers}"
+        )
+    return list(given)
 
 
 def shared_indexers(raw: Mapping[str, Any]) -> tuple[str, ...]:
@@ -100,6 +117,7 @@ def config_to_hf(config: DecoderConfig) -> dict[str, Any]:
     mixers = [mixer for mixer in config.attention if isinstance(mixer, LatentAttentionBlock)]
     indexer = mixers[0].indexer
     assert indexer is not None
+    kinds = [SHARED if mixer.shares_choice else FULL for mixer in mixers]
     return {
         **keys,
         **sparse_layers_to_hf(config),
@@ -108,7 +126,7 @@ def config_to_hf(config: DecoderConfig) -> dict[str, Any]:
         "index_head_dim": indexer.head_dim,
         "index_topk": indexer.num_chosen,
         "indexer_rope_interleave": indexer.interleaved,
-        "indexer_types": [SHARED if mixer.shares_choice else FULL for mixer in mixers],
+        **({"indexer_types": kinds} if SHARED in kinds else {}),
     }
 
 
@@ -126,9 +144,11 @@ _TENSORS = (
 )
 
 
-def _family(model_type: str, architecture: str, *, index_heads: int, interleaved: bool, **defaults: Any) -> Family:
-    options = dict(model_type=model_type, defaults=defaults, index_heads=index_heads, interleaved=interleaved)
-    read = functools.partial(config_from_hf, **options)
+def _family(
+    model_type: str, architecture: str, *, index_heads: int, interleaved: bool, shares: bool, **defaults: Any
+) -> Family:
+    options = dict(defaults=defaults, index_heads=index_heads, interleaved=interleaved, shares=shares)
+    read = functools.partial(config_from_hf, model_type=model_type, **options)
     return Family(
         model_type, architecture, read, config_to_hf, _TENSORS, unread=shared_indexers, extra_layers_key=MTP_KEY
     )
@@ -139,6 +159,7 @@ DEEPSEEK_V32 = _family(
     "DeepseekV32ForCausalLM",
     index_heads=64,
     interleaved=False,
+    shares=False,
     **{"first_k_dense_replace": 3, "max_position_embeddings": 163840, "rms_norm_eps": 1e-6, "q_lora_rank": 1536},
     **{"qk_nope_head_dim": 128, "v_head_dim": 128, "n_group": 8, "topk_group": 4},
 )
@@ -147,6 +168,7 @@ GLM_MOE_DSA = _family(
     "GlmMoeDsaForCausalLM",
     index_heads=32,
     interleaved=True,
+    shares=True,
     **{"first_k_dense_replace": 3, "max_position_embeddings": 202752, "rms_norm_eps": 1e-5, "q_lora_rank": 2048},
     **{"qk_nope_head_dim": 192, "v_head_dim": 256, "n_group": 1, "topk_group": 1},
 )

@@ -181,7 +181,7 @@ def tile_shape_of(spec: EngineSpec, blueprint: Blueprint) -> "TileShape":
     return tile_shape(
         blueprint.types.config,
         blueprint.backend.layout,
-        page_size=blueprint.shapes.page_size,
-        kv_dtype=kv_dtype(spec.engine_config, blueprint.types),
+        blueprint.shapes,
+        kv_dtype(spec.engine_config, blueprint.types),
         generation=spec.machine.generation,
     )

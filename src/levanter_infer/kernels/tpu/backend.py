@@ -214,10 +214,10 @@ def _check_pool(call: AttentionCall) -> None:
     if call.chosen is not None:
         sizes = call.num_tokens, call.page_indices.shape[1], call.page_size, call.kv_dtype
         expected, chosen = choice.choice_type(*sizes), call.chosen
-        if not call.index_dim or (chosen.shape, chosen.dtype) != (expected.shape, expected.dtype):
+        if call.value_dim is None or (chosen.shape, chosen.dtype) != (expected.shape, expected.dtype):
             raise ValueError(
                 f"chosen: got {chosen.dtype}{list(chosen.shape)}, expected {expected.dtype}{list(expected.shape)}, as "
-                "choose_keys gives it, and an index_dim"
+                "choose_keys gives it, for a pool of latents"
             )
     kv_heads, kv_pages = call.kv_heads, call.kv_pages
     if kv_heads < 1 or call.q.shape[1] % kv_heads != 0:

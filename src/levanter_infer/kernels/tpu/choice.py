@@ -3,8 +3,8 @@
 Attention computes all keys, because those that one token has chosen are scattered over the pool, and a TPU copies
 thousands of single keys more slowly than it multiplies tens of thousands that are contiguous. A page in VMEM has one
 slab more, whose lanes are tokens: 0 for a key that the token has chosen, -1 for others. A query has one tile of lanes
-more, `_FAR` in the lane of its token and 0 elsewhere. So the matmul of both adds 0 or -`_FAR` to a score, whatever
-computes it.
+more, `_FAR` in the lane of its token and 0 elsewhere. So the matmul of both adds 0 or -`_FAR` to a score. Only rules
+that may bound a score, as a soft cap does, need a comparison of their own (`masked`).
 """
 
 import functools
@@ -16,6 +16,7 @@ from jax import Array
 from levanter_infer.kernels import int8
 from levanter_infer.kernels.call import AttentionCall, IndexQueries
 from levanter_infer.kernels.loops import run_if
+from levanter_infer.kernels.rules import MASKED, ScoreRules
 from levanter_infer.kernels.tpu.pool import LANES, TpuPool
 from levanter_infer.kernels.xla.blocks import Tile
 from levanter_infer.kernels.xla.index import ACCELERATOR, Chooser
@@ -84,6 +85,14 @@ def is_largest(scores: Array, count: int) -> Array:
 
     some_are_left_out = jnp.any(reaching(threshold) > count)
     return run_if(some_are_left_out, first_equal, above | equal) & (scores > -jnp.inf)
+
+
+def masked(scores: Array, matmul: Array, rules: ScoreRules) -> Array:
+    """Scores with those of keys that are not chosen masked, where the rules may have brought them near the others.
+
+    Args: matmul: q · k, before the rules.
+    """
+    return scores if rules.is_linear else jnp.where(matmul < jnp.float32(-_FAR / 2), jnp.float32(MASKED), scores)
 
 
 def with_own_lane(q: Array, call: AttentionCall, queries: int) -> Array:

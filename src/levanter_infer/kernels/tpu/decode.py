@@ -168,12 +168,13 @@ def _compute(call: AttentionCall, pipeline: Pipeline, item, q_slot, subblock, pr
             )
             for pair in pairs(tiles)
         ]
-        matmul = functools.reduce(jnp.add, matmul)
+        matmul = plain = functools.reduce(jnp.add, matmul)
         head, kv_pos = head_of(group, q_row), first_kv_pos + stretch * width if stretch else first_kv_pos
         if scales[stretch] is not None:
             matmul = matmul * scales_of_rows(pipeline, scales[stretch], group, KEYS, head)
         own = {} if inputs.slopes is None else dict(alibi_slopes=_Slopes(inputs.slopes, group))
         scores = dataclasses.replace(rules, **own).scores_in_log2(matmul, q_pos, kv_pos, head)
+        scores = choice.masked(scores, plain, rules) if sizes.pool.masked else scores
         if mapped is None:
             return scores
         return jnp.where(rules.seen(q_pos, kv_pos, head) & mapped, scores, f32(MASKED))

@@ -330,7 +330,7 @@ class _Block:
             )
             for pair in self.depths
         ]
-        matmul = functools.reduce(jnp.add, matmul)
+        matmul = plain = functools.reduce(jnp.add, matmul)
         q_pos, head = self._queries(keys, stripe)
         if sizes.pool.scaled:
             matmul = matmul * self._scales(stripe, keys, KEYS, head)
@@ -338,6 +338,7 @@ class _Block:
         slopes = self.pipeline.inputs.slopes
         own = {} if slopes is None else dict(alibi_slopes=_Slopes(slopes, stripe.group, stripe.columns))
         scores = dataclasses.replace(rules, **own).scores_in_log2(matmul, q_pos, kv_pos, head)
+        scores = choice.masked(scores, plain, rules) if sizes.pool.masked else scores
         if visible is None:
             return scores
         # Causality hides what is beyond: one comparison for both.
