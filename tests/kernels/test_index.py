@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call
 
-from levanter_infer.kernels.call import NO_KEY, IndexQueries
+from levanter_infer.kernels.call import NO_KEY, IndexQueries, Share
 from levanter_infer.kernels.registry import make_backend
 from levanter_infer.kernels.tpu.choice import is_largest
 from levanter_infer.kernels.tpu.sizes import Tile, align_queries
@@ -310,3 +310,21 @@ def test_rules_that_bound_scores_show_no_key_that_is_not_chosen_on_a_tpu(name):
         np.testing.assert_allclose(
             out, dense_attention(batch, scale=0.3, chosen=expected, **rules), atol=1e-5, rtol=1e-5
         )
+
+
+@pytest.mark.parametrize("impl", ["xla", "gpu_interpret", "tpu_interpret"])
+def test_devices_that_share_the_tokens_add_up_to_all_of_them(impl):
+    sizes = TPU_SIZES["small"] if impl == "tpu_interpret" else SIZES["small"]
+    batch = make_sparse(sizes, TPU_ROWS if impl == "tpu_interpret" else [(1, 100), (20, 150), (1, 9), (9, 60), (1, 30)])
+    queries, backend = index_queries(batch), make_backend(impl)
+    arrays = for_tpu(batch, INDEX_DIM) if impl == "tpu_interpret" else {**batch.arrays, "kv_heads": 1}
+    call = attention_call(**arrays, scale=1.0, value_dim=sizes.value_dim, index_dim=INDEX_DIM, backend=backend)
+
+    @jax.jit
+    def choose(index: jax.Array):
+        share = Share(index, 3, lambda choice: choice)
+        return backend.choose_keys(call, dataclasses.replace(queries, share=share))
+
+    shares = [np.asarray(choose(jnp.int32(index))).astype(np.float64) for index in range(3)]
+    assert sum(np.any(share) for share in shares) > 1
+    np.testing.assert_array_equal(sum(shares), np.asarray(jax.jit(lambda: backend.choose_keys(call, queries))()))
