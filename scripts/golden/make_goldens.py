@@ -8,8 +8,7 @@ Run from the repository root in an environment of its own (scripts/golden/requir
 
 The weights come from `tests/golden_cases.py`; here they are put into the HF model, which runs in float32 with eager
 attention and without a cache. `golden_files.py` checks that each golden can fail. Cases of Llama, Mistral and Qwen were
-written by transformers 4.57.6, those of DeepSeek-V3.2 and GLM-5 by 5.24.0, the others by 5.23.0, which gives the same
-for the first too.
+written by transformers 4.57.6, the others by 5.23.0 or 5.24.0, which writes the same files for all.
 """
 
 import json
