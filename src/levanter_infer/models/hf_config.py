@@ -123,7 +123,10 @@ class HfConfig:
 
     def size(self, key: str, default: int) -> int:
         """A whole number of at least 0."""
-        return 0 if self._get(key, default) == 0 else self.count(key, default)
+        value, most = self._get(key, default), 2**31 - 1
+        if type(value) is not int or not 0 <= value <= most:
+            raise self.fail(key, f"a whole number from 0 to {most}")
+        return value
 
     def counts(self, key: str, num_layers: int, default: int) -> list[int]:
         """A whole number of at least 1 for every layer, or one for all of them."""
