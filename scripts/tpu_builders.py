@@ -222,7 +222,7 @@ def _call(
     if sinks:
         arguments = (*arguments, jax.ShapeDtypeStruct((num_q_heads,), jnp.float32))
     if chosen:
-        arguments = (*arguments, make_backend(impl).choice_type(tokens, seq_pages, page, context, kv_dtype))
+        arguments = (*arguments, make_backend(impl).choice_type(tokens, seq_pages, page, 2048, kv_dtype))
     return call, arguments
 
 

@@ -93,3 +93,13 @@ exit 3
     monkeypatch.setattr(tile_search.sys, "executable", str(compiler))
     given = [propose(SHAPE)] * 3
     assert list(tile_search._refusals("v5e", {}, given)) == ["no", "the compiler ended its process with 3", ""]
+
+
+def test_query_blocks_of_sparse_attention_fit_a_group_of_tokens():
+    for heads in (1, 4, 16, 128):
+        shape = TileShape("v5e", 1, 576, heads, 64, "bfloat16", 512, 128, True)
+        assert all(tiles.prefill.queries <= 64 for tiles in candidates(shape))
+    tiles = propose(dataclasses.replace(shape, q_per_kv=4))
+    wide = dataclasses.replace(tiles, prefill=dataclasses.replace(tiles.prefill, queries=128))
+    with pytest.raises(ValueError, match="prefill.queries=128: expected at most 64 with sparse attention"):
+        check_tiles(dataclasses.replace(shape, q_per_kv=4), wide)

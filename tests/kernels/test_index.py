@@ -119,11 +119,11 @@ def test_choice_and_attention_of_random_batches_equal_dense(name, impl):
 
 @pytest.mark.parametrize("impl", ["reference", "xla"])
 def test_of_equal_scores_the_earlier_keys_are_chosen(impl):
-    """No head of the query points towards a key, or all have the weight zero."""
+    """All heads have the weight zero, or none points towards a key: sums of zeros of both signs."""
     batch = make_sparse(SIZES["small"], [(9, 100), (1, 40)])
     queries = index_queries(batch)
-    weights = queries.weights.at[:5].set(0)
-    chosen = choose(impl, batch, dataclasses.replace(queries, weights=weights))
+    weights, q = queries.weights.at[:5].set(0).at[2:5].set(-1), queries.q.at[2:5].set(0)
+    chosen = choose(impl, batch, dataclasses.replace(queries, weights=weights, q=q))
     np.testing.assert_array_equal(chosen[:5], np.broadcast_to(np.arange(CHOSEN), (5, CHOSEN)))
     np.testing.assert_array_equal(chosen[5:10], expected_choice(batch, queries)[5:10])
 
@@ -199,6 +199,7 @@ def test_calls_that_do_not_fit_are_refused():
         (dict(q=queries.q[:, :, :-1]), r"index queries: got shape \(48, 5, 21\), expected \(48, heads, 22\)"),
         (dict(q=queries.q[:9]), r"index queries: got shape \(9, 5, 22\), expected \(48, heads, 22\)"),
         (dict(weights=queries.weights[:, :2]), r"weights of index queries: got shape \(48, 2\), expected \(48, 5\)"),
+        (dict(q=queries.q.astype(jnp.int32)), "index queries: got int32, expected a floating dtype"),
         (dict(num_chosen=0), "num_chosen: got 0, expected at least 1"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -206,8 +207,12 @@ def test_calls_that_do_not_fit_are_refused():
     arrays = batch.arrays
     with pytest.raises(ValueError, match="got head_dim 56, expected 57 as in q and index_dim=23"):
         attend(**arrays, index_dim=23, scale=1.0, value_dim=24, impl="xla")
-    with pytest.raises(ValueError, match=r"chosen: got int32\[48\], expected int32\[tokens, keys\]"):
+    with pytest.raises(ValueError, match=r"chosen: got int32\[48\], expected int32\[48, keys\]"):
         attend(**arrays, index_dim=22, scale=1.0, value_dim=24, impl="xla", chosen=jnp.zeros(48, jnp.int32))
+    with pytest.raises(ValueError, match=r"chosen: got int32\[9, 3\], expected int32\[48, keys\]"):
+        attend(
+            **arrays, index_dim=22, scale=1.0, value_dim=24, impl="gpu_interpret", chosen=jnp.zeros((9, 3), jnp.int32)
+        )
     with pytest.raises(ValueError, match="index_dim and chosen are for a pool of latents; give value_dim too"):
         attend(**arrays, index_dim=22, scale=1.0, kv_heads=1, impl="xla")
 
@@ -290,7 +295,7 @@ def test_the_largest_scores_are_found_without_a_sort():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["small", "int8"])
-def test_rules_that_bound_scores_show_no_key_that_is_not_chosen_on_a_tpu(name):
+def test_rules_show_no_key_that_is_not_chosen_on_a_tpu(name):
     sizes = TPU_SIZES[name]
     batch = make_sparse(sizes, TPU_ROWS)
     arrays = for_tpu(batch, INDEX_DIM)
@@ -302,7 +307,11 @@ def test_rules_that_bound_scores_show_no_key_that_is_not_chosen_on_a_tpu(name):
         queries.q, queries.weights
     )
     tiles = Tiles(Tile(4, 3, 1), Tile(4, 3, 1, max(8, align_queries(sizes.q_heads))))
-    for rules in (dict(soft_cap=2.0), dict(score_mod=lambda score, q_pos, kv_pos, head: 2 * jnp.tanh(score / 2))):
+    for rules in (
+        dict(soft_cap=2.0),
+        dict(score_mod=lambda score, q_pos, kv_pos, head: 2 * jnp.tanh(score / 2)),
+        dict(mask_mod=lambda q_pos, kv_pos, head: q_pos - kv_pos < 3),  # hides all keys that some tokens have chosen
+    ):
         options = dict(**static, **rules, scale=0.3, tiles=tiles, impl="tpu_interpret")
         out = jax.jit(lambda arrays, chosen, options=options: attend(**arrays, **options, chosen=chosen))(
             arrays, choice

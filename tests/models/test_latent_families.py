@@ -295,8 +295,8 @@ def test_sequences_that_need_no_choice_are_dense(sparse):
         eqx.tree_at(lambda s: s.attention.indexer, stack, None, is_leaf=lambda part: part is None)
         for stack in model.stacks
     )
-    tokens = hax.named(jnp.arange(13, dtype=jnp.int32), POSITION)
-    if len(config.stacks) == len(stacks):
+    if case.name == "deepseek_v32":  # layers of GLM-5 are in other stacks without their indexers
+        tokens = hax.named(jnp.arange(13, dtype=jnp.int32), POSITION)
         plain = dataclasses.replace(model, config=config, stacks=stacks)
         np.testing.assert_array_equal(plain(tokens).array, model(tokens).array)
     prompt = case.prompts[0].tokens[:5].tolist()
@@ -329,6 +329,6 @@ def test_indexers_of_layers_that_share_a_choice_are_not_read(tmp_path):
 
 def test_batch_invariant_numerics_are_refused_where_keys_are_chosen(sparse):
     _, model = sparse
-    with pytest.raises(ValueError, match="attention=cpu on cpu: XLA computes the choice of keys"):
+    with pytest.raises(ValueError, match="attention=cpu on cpu: XLA scores the keys of several"):
         InferenceEngine(model, config=EngineConfig(**SIZES, numerics="batch_invariant"))
     InferenceEngine(model, config=EngineConfig(**{**SIZES, "max_seq_len": 13}, numerics="batch_invariant"))

@@ -120,7 +120,8 @@ class KvPages(Pool):
         return q, replace(self, pages=pages)
 
     def no_choice(self, batch: PageBatchInfo, num_chosen: int) -> Array:
-        """The keys that tokens have chosen before the first layer (`Backend.choose_keys`): anything."""
+        """Zeros in the form of a choice of keys (`Backend.choose_keys`), with which the loop over layers begins. They
+        are not read: the first layer with sparse attention has an indexer."""
         num_tokens, max_pages = batch.tokens.array.shape[0], batch.page_indices.axis_size(SEQ_PAGE)
         choice = self.backend.choice_type(num_tokens, max_pages, self.page_size, num_chosen, self.dtype)
         return jnp.zeros(choice.shape, choice.dtype)

@@ -95,7 +95,8 @@ def generate(
         raise ValueError(f"prompt_token_ids has shape {prompts.shape}: expected prompts, of at least one token each")
     eos_token_ids = _checked_eos(eos_token_ids, model.vocab.size)
     _refuse_what_needs_a_host(params, config)
-    backend = BackendChoice.choose(config, model, has_mods=score_mod is not None or mask_mod is not None)
+    needed = dataclasses.replace(config, max_seq_len=prompts.shape[1] + params.max_tokens)
+    backend = BackendChoice.choose(needed, model, has_mods=score_mod is not None or mask_mod is not None)
     if backend.required_options:
         raise ValueError(
             f'engine.numerics="batch_invariant" of {model.config.model_type} depends on how XLA compiles, and '

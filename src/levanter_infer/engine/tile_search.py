@@ -21,14 +21,14 @@ from levanter_infer.decode.shapes import Shapes
 from levanter_infer.kernels.call import AttentionCall
 from levanter_infer.kernels.rules import ScoreRules
 from levanter_infer.kernels.tpu.backend import TpuBackend
-from levanter_infer.kernels.tpu.choice import choice_type
+from levanter_infer.kernels.tpu.choice import MAX_QUERIES, choice_type
 from levanter_infer.kernels.tpu.sizes import Tile, align_queries
 from levanter_infer.kernels.tpu.tiling import TABLE, Tiles, TileShape, candidates
 from levanter_infer.layers.layout import Layout
 from levanter_infer.runtime.libtpu import TARGETS, compiler_environment, short_of, topology_devices
 
 _ROWS, _ROW_PAGES = 16, 256
-"""Sizes of the call that is compiled; the kernels do not depend on them (`kernels.tpu.pipeline.scalars`)."""
+"""Sizes of the call that is compiled; the kernels do not depend on them (`kernels.tpu.tables`)."""
 
 
 def tile_shape(
@@ -60,6 +60,8 @@ def check_tiles(shape: TileShape, tiles: Tiles) -> None:
     groups, align = shape.pool.groups, align_queries(shape.q_per_kv * shape.pool.heads_per_group)
     queries, problems = tiles.prefill.queries, []
     units = queries // align
+    if shape.masked and queries > MAX_QUERIES:
+        problems.append(f"engine.tiles.prefill.queries={queries}: expected at most {MAX_QUERIES} with sparse attention")
     if queries < 2 or queries % align or units & (units - 1):
         problems.append(f"engine.tiles.prefill.queries={queries}: expected {align} times a power of two, 2 or more")
     if tiles.decode.queries != 1:

@@ -449,6 +449,8 @@ class Backend(ABC):
         Args:
             num_tokens: of the call.
             max_pages: columns of its page table.
+            num_chosen: as in `IndexQueries`; for choices that are positions.
+            kv_dtype: of the pool; for choices that are copied beside its pages.
         """
 
     @abstractmethod

@@ -62,7 +62,8 @@ class AttentionCall:
     """The pool is one of latents (`PoolShape.is_latent`), and values are the first `value_dim` numbers of their keys;
     results are [T, Hq, value_dim]. None: values are stored beside keys."""
     index_dim: int = 0
-    """Numbers of the index key that a token stores behind its latent (`IndexQueries`); 0: it stores none."""
+    """Numbers of the index key that a token stores behind its latent (`IndexQueries`), which are not among D; 0: it
+    stores none."""
     chosen: Array | None = None
     """The keys that each query sees, as `choose_keys` of the same backend gives them; of a pool of latents. As a rule
     i32[T, n], ascending positions, and `NO_KEY` behind them. None: a query sees all keys from 0 to its own."""
@@ -285,6 +286,8 @@ def checked(call: AttentionCall) -> AttentionCall:
     if q.ndim != 3 or not jnp.issubdtype(q.dtype, jnp.floating):
         raise ValueError(f"q: got {q.dtype}{list(q.shape)}, expected a float array [tokens, query heads, head_dim]")
     _check_batch(call)
+    if call.value_dim is None and (call.index_dim or call.chosen is not None):
+        raise ValueError("index_dim and chosen are for a pool of latents; give value_dim too")
     for name, per_head in (("alibi_slopes", rules.alibi_slopes), ("sinks", call.sinks)):
         if per_head is not None and per_head.shape != (q.shape[1],):
             raise ValueError(f"{name}: got shape {per_head.shape}, expected one entry per query head, ({q.shape[1]},)")
@@ -307,7 +310,7 @@ def checked(call: AttentionCall) -> AttentionCall:
 
 def check_pool(call: AttentionCall) -> None:
     """Raises: ValueError if the pool is not [layers, P, page_size, 2 * Hkv, D] of numbers or their bits; of latents,
-    [layers, P, page_size, Hkv, D]."""
+    [layers, P, page_size, Hkv, D] with the numbers of an index key behind."""
     q, kv_pages, kv_dtype = call.q, call.kv_pages, call.kv_dtype
     if kv_pages.ndim != 5:
         raise ValueError(
@@ -322,8 +325,6 @@ def check_pool(call: AttentionCall) -> None:
         raise ValueError(f"kv_pages: got head_dim {head_dim}, expected {expected} as in q{of}")
     if call.value_dim is not None:
         _check_latents(call)
-    elif call.index_dim or call.chosen is not None:
-        raise ValueError("index_dim and chosen are for a pool of latents; give value_dim too")
     elif pairs == 0 or pairs % 2 != 0 or q.shape[1] % (pairs // 2) != 0:
         raise ValueError(
             f"kv_pages: got {pairs} interleaved heads for {q.shape[1]} query heads, expected 2 * kv_heads, where "
@@ -345,9 +346,9 @@ def check_pool(call: AttentionCall) -> None:
 
 def _check_latents(call: AttentionCall) -> None:
     heads, size, value_dim = call.q.shape[1], call.q.shape[2], call.value_dim
-    if call.chosen is not None and (call.chosen.ndim, call.chosen.dtype) != (2, jnp.int32):
-        chosen = call.chosen
-        raise ValueError(f"chosen: got {chosen.dtype}{list(chosen.shape)}, expected int32[tokens, keys]")
+    chosen = call.chosen
+    if chosen is not None and (chosen.shape[:1], chosen.ndim, chosen.dtype) != ((call.num_tokens,), 2, jnp.int32):
+        raise ValueError(f"chosen: got {chosen.dtype}{list(chosen.shape)}, expected int32[{call.num_tokens}, keys]")
     if call.kv_pages.shape[3] != call.kv_heads or heads % call.kv_heads:
         raise ValueError(
             f"kv_pages: got {call.kv_pages.shape[3]} heads of latents for {heads} query heads, expected "
@@ -365,18 +366,13 @@ def check_index(call: AttentionCall, queries: IndexQueries) -> None:
             f"index queries: got shape {q.shape}, expected ({tokens}, heads, {call.index_dim}): the tokens of q, and "
             "index_dim, which is at least 1"
         )
+    for name, array in (("index queries", q), ("weights of index queries", weights)):
+        if not jnp.issubdtype(array.dtype, jnp.floating):
+            raise ValueError(f"{name}: got {array.dtype}, expected a floating dtype")
     if weights.shape != q.shape[:2]:
         raise ValueError(f"weights of index queries: got shape {weights.shape}, expected {q.shape[:2]}")
     if queries.num_chosen < 1:
         raise ValueError(f"num_chosen: got {queries.num_chosen}, expected at least 1")
-
-
-def with_index_part(call: AttentionCall) -> AttentionCall:
-    """The call with zeros behind its queries for the index keys of the pool: for kernels that read whole tokens, which
-    these zeros then leave out of the scores."""
-    if not call.index_dim:
-        return call
-    return dataclasses.replace(call, q=jnp.pad(call.q, [(0, 0), (0, 0), (0, call.index_dim)]), index_dim=0)
 
 
 def _scalar(name: str, value: ArrayLike) -> Array:

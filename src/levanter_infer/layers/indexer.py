@@ -74,20 +74,20 @@ class Indexer(eqx.Module):
             weight_proj=linear(2, (Axis(INDEX_WEIGHT, block.num_heads),), embed),
         )
 
-    def placed(
+    def part(
         self, q: NamedArray, k: NamedArray, weights: NamedArray, block: IndexerBlock, rope: Rope | None
     ) -> "IndexPart":
         """The indexer's part of a layer, from the results of its maps: queries and keys are normed and rotated."""
         k_norm = self.k_norm.picked()
 
-        def placed(q: NamedArray, k: NamedArray, *angles: NamedArray) -> tuple[NamedArray, NamedArray]:
+        def rotated(q: NamedArray, k: NamedArray, *angles: NamedArray) -> tuple[NamedArray, NamedArray]:
             k = k_norm(k)
             if rope is None:
                 return q, k
             own = Rope(dataclasses.replace(rope.config, interleaved=block.interleaved), *angles)
             return own.rotate(q), own.rotate(k)
 
-        q, k = self.q_proj.by_rows(placed, q, k, *(() if rope is None else rope.angles))
+        q, k = self.q_proj.by_rows(rotated, q, k, *(() if rope is None else rope.angles))
         return IndexPart(IndexQueries(q.array, weights.array, block.num_chosen), k.array)
 
 

@@ -342,7 +342,7 @@ class LatentAttention(eqx.Module):
         if indexer is not None and block.indexer is not None:
             (weights,) = apply(x, indexer.weight_proj, norm=around.norm, dtype=jnp.float32)
             index_q, index_k = index
-            part = indexer.placed(index_q, index_k, weights, block.indexer, inputs.rope)
+            part = indexer.part(index_q, index_k, weights, block.indexer, inputs.rope)
         return q.array[..., : block.nope_dim], q_pe.array, c.array, k_pe.array, part
 
     def _rules(self, inputs: AttentionInputs) -> ScoreRules:

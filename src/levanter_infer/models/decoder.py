@@ -298,8 +298,8 @@ class DecoderModel(eqx.Module):
 
     def _paged(self, batch: PageBatchInfo, cache: Cache, attention: AttentionSpec, chosen: Array | None):
         """`hidden` and, into the array `chosen` unless it is None, `routed`."""
-        num_tokens = batch.cu_q_lens.array[-1]
-        inputs = self._inputs(batch.positions, attention, self._max_seq_len(batch, attention), num_tokens)
+        num_tokens, max_seq_len = batch.cu_q_lens.array[-1], self._max_seq_len(batch, attention)
+        inputs = self._inputs(batch.positions, attention, max_seq_len, num_tokens)
         rows = RaggedRows.of(batch) if cache.has_slots else None
         batches = [cache.batch_of(pool, batch) for pool in range(len(cache.pools))]
 
@@ -368,7 +368,7 @@ class DecoderModel(eqx.Module):
         ring = ring_of(self.config, self.backend, self.shard_axis, batch.tokens.array.shape[0], self.activation_dtype)
         x = self._embed(batch.tokens, batch.positions, num_tokens, ring)
         own_inputs = self._layer_inputs(batch.tokens, x, num_tokens)
-        carry = x, squares_of(x, ring), cache, chosen, self._first_keys(batch, cache, attention)
+        carry = x, squares_of(x, ring), cache, chosen, self._first_keys(batch, cache, max_seq_len)
         for group in self.config.groups:
             trip = functools.partial(run, group)
             if group.trips > 1:
@@ -453,10 +453,10 @@ class DecoderModel(eqx.Module):
 
         return inputs
 
-    def _first_keys(self, batch: PageBatchInfo, cache: Cache, attention: AttentionSpec) -> Array | None:
+    def _first_keys(self, batch: PageBatchInfo, cache: Cache, max_seq_len: int) -> Array | None:
         """The chosen keys before the first layer; None: no layer chooses, be it that sequences are too short."""
-        capacity, num_chosen = batch.page_indices.axis_size(SEQ_PAGE) * batch.page_size, self.config.num_chosen
-        if num_chosen is None or not self.config.chooses_keys(attention.max_seq_len or capacity):
+        num_chosen = self.config.num_chosen
+        if num_chosen is None or not self.config.chooses_keys(max_seq_len):
             return None
         pool = next(pool for pool in cache.pools if isinstance(pool, KvPages))
         return pool.no_choice(batch, num_chosen)

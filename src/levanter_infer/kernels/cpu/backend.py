@@ -18,10 +18,11 @@ from jax.experimental.multihost_utils import process_allgather
 
 from levanter_infer.kernels import MIN_ROWS
 from levanter_infer.kernels.backend import Fuse, Platform, Task, Work
-from levanter_infer.kernels.call import AttentionCall, GroupedCall, KvWrite, LinearCall, with_index_part
+from levanter_infer.kernels.call import AttentionCall, GroupedCall, KvWrite, LinearCall
 from levanter_infer.kernels.cpu import bindings
 from levanter_infer.kernels.loops import one_by_one
 from levanter_infer.kernels.xla.backend import XlaBackend
+from levanter_infer.kernels.xla.index import SCORES_TOGETHER
 from levanter_infer.kernels.xla.linear import as_floats
 
 CPU = Platform("cpu", integers_for_floats=True, sampled_rows=MIN_ROWS, shares_memory=True)
@@ -72,7 +73,7 @@ class CpuBackend(XlaBackend):
 
     def why_not_invariant(self, task: Task) -> str | None:
         if task.work is Work.ATTENTION and task.chooses_keys:
-            return "XLA computes the choice of keys, and attention to them, for several tokens together"
+            return SCORES_TOGETHER
         return None
 
     @property
@@ -153,7 +154,7 @@ class CpuBackend(XlaBackend):
         """Attention to chosen keys is XLA's."""
         if call.chosen is not None:
             return super()._attend(call)
-        return bindings.cpu_attention(with_index_part(call), isa_name=self.isa)
+        return bindings.cpu_attention(_with_index_part(call), isa_name=self.isa)
 
 
 def readable(array: Array) -> Array:
@@ -169,3 +170,11 @@ def _lead(shape: tuple[int, ...], size: int) -> tuple[int, ...]:
     while math.prod(shape[last:]) < size:
         last -= 1
     return shape[:last]
+
+
+def _with_index_part(call: AttentionCall) -> AttentionCall:
+    """The call with zeros behind its queries for the index keys of the pool: for kernels that read whole tokens, which
+    these zeros then leave out of the scores."""
+    if not call.index_dim:
+        return call
+    return dataclasses.replace(call, q=jnp.pad(call.q, [(0, 0), (0, 0), (0, call.index_dim)]), index_dim=0)

@@ -1,6 +1,6 @@
 """The `gpu` implementation: Pallas on Triton, for NVIDIA GPUs of compute capability 8.0 and above.
 
-The packed tokens are cut into query blocks of one row each, as in `kernels.xla.attention`, and a program computes one
+The packed tokens are cut into query blocks of one row each, as in `kernels.xla.blocks`, and a program computes one
 query block for one kv head: the query heads of the kv head and the queries of the block are the rows of one tile, at
 least 16 of them because the tensor cores need so many. There are two lanes. In the prefill lane, rows with two or more
 queries, a program reads all keys that its queries see. In the decode lane a row has one query, so that few programs

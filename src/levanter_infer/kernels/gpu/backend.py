@@ -15,7 +15,7 @@ from levanter_infer.kernels.gpu.kv_write import rotate_and_write
 from levanter_infer.kernels.gpu.logits import logit_stats
 from levanter_infer.kernels.rules import ScoreRules
 from levanter_infer.kernels.xla.backend import XlaBackend
-from levanter_infer.kernels.xla.index import Turns, xla_choose_keys
+from levanter_infer.kernels.xla.index import SCORES_TOGETHER, Turns, xla_choose_keys
 
 _INDEX_TURNS = Turns(4096, 64, 64)
 """Long ones, because the host decides whether there is another; scores of all heads are 64 MiB."""
@@ -69,7 +69,7 @@ class GpuBackend(XlaBackend):
     def why_not_invariant(self, task: Task) -> str | None:
         """All matmuls are the kernel's, in one tile, and all of attention is in one lane."""
         if task.work is Work.ATTENTION and task.chooses_keys:
-            return "XLA chooses keys for several tokens together, and rounds scores by their number"
+            return SCORES_TOGETHER
         return None
 
     @property

@@ -36,6 +36,7 @@ from levanter_infer.kernels.tpu.prefill import prefill_attention
 from levanter_infer.kernels.tpu.tables import Tables
 from levanter_infer.kernels.tpu.tiling import Tiles, TileShape, choose, cut_queries, generation, invariant_tile
 from levanter_infer.kernels.xla.backend import XlaBackend, rounded
+from levanter_infer.kernels.xla.index import SCORES_TOGETHER
 
 TPU = Platform("tpu")
 _DTYPES = (jnp.float32, jnp.bfloat16, jnp.float8_e4m3fn, jnp.int8)
@@ -79,7 +80,7 @@ class TpuBackend(XlaBackend):
     def why_not_invariant(self, task: Task) -> str | None:
         """Attention takes one path: decode tokens are prompt chunks of one token."""
         if task.work is Work.ATTENTION and task.chooses_keys:
-            return "XLA scores keys for several tokens together, and rounds by their number"
+            return SCORES_TOGETHER
         return None
 
     def configured(self, **options) -> "TpuBackend":
@@ -209,15 +210,13 @@ def _layout(shape: PoolShape) -> TpuPool:
 
 
 def _check_pool(call: AttentionCall) -> None:
-    if call.index_dim and call.value_dim is None:
-        raise ValueError("index_dim is for a pool of latents; give value_dim too")
     if call.chosen is not None:
         sizes = call.num_tokens, call.page_indices.shape[1], call.page_size, call.kv_dtype
         expected, chosen = choice.choice_type(*sizes), call.chosen
-        if call.value_dim is None or (chosen.shape, chosen.dtype) != (expected.shape, expected.dtype):
+        if (chosen.shape, chosen.dtype) != (expected.shape, expected.dtype):
             raise ValueError(
                 f"chosen: got {chosen.dtype}{list(chosen.shape)}, expected {expected.dtype}{list(expected.shape)}, as "
-                "choose_keys gives it, for a pool of latents"
+                "choose_keys gives it"
             )
     kv_heads, kv_pages = call.kv_heads, call.kv_pages
     if kv_heads < 1 or call.q.shape[1] % kv_heads != 0:
@@ -265,9 +264,7 @@ def tpu_attention(
     pages = call.page_size, call.kv_dtype.name, call.value_dim, call.index_dim, masked
     shape = TileShape(generation(), *heads, *pages)
     tiles = choose(shape) if tiles is None else tiles
-    if masked:
-        prefill = dataclasses.replace(tiles.prefill, queries=min(tiles.prefill.queries, choice.MAX_QUERIES))
-        tiles = dataclasses.replace(tiles, prefill=prefill)
+    assert not masked or tiles.prefill.queries <= choice.MAX_QUERIES, "more queries than a group of tokens holds"
     if not interpret and not call.is_q_ordered:
         call = dataclasses.replace(call, q=_tokens_in_lanes(call.q))
 

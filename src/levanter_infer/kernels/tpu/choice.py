@@ -4,7 +4,7 @@ Attention computes all keys, because those that one token has chosen are scatter
 thousands of single keys more slowly than it multiplies tens of thousands that are contiguous. A page in VMEM has one
 slab more, whose lanes are tokens: 0 for a key that the token has chosen, -1 for others. A query has one tile of lanes
 more, `_FAR` in the lane of its token and 0 elsewhere. So the matmul of both adds 0 or -`_FAR` to a score. Only rules
-that may bound a score, as a soft cap does, need a comparison of their own (`masked`).
+that may bound a score, as a soft cap does, and `mask_mod` need a comparison of their own (`masked`).
 """
 
 import functools
@@ -88,11 +88,14 @@ def is_largest(scores: Array, count: int) -> Array:
 
 
 def masked(scores: Array, matmul: Array, rules: ScoreRules) -> Array:
-    """Scores with those of keys that are not chosen masked, where the rules may have brought them near the others.
+    """Scores with those of keys that are not chosen masked, where the rules may have brought them near the others, or
+    may hide all chosen keys, so that the others would be the best.
 
     Args: matmul: q · k, before the rules.
     """
-    return scores if rules.is_linear else jnp.where(matmul < jnp.float32(-_FAR / 2), jnp.float32(MASKED), scores)
+    if rules.is_linear and rules.mask_mod is None:
+        return scores
+    return jnp.where(matmul < jnp.float32(-_FAR / 2), jnp.float32(MASKED), scores)
 
 
 def with_own_lane(q: Array, call: AttentionCall, queries: int) -> Array:

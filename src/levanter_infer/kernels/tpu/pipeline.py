@@ -366,7 +366,7 @@ class Pipeline:
         column = self.items[index, Item.KV_BLOCK] * self.tile.pages
 
         def start(j) -> None:
-            target = self.kv.at[slot, j, self.sizes.slabs - 1]
+            target = self.kv.at[slot, j, self.sizes.copied_slabs - 1]
             source = self.inputs.chosen.at[group, column + j]
             pltpu.make_async_copy(source, target, self.scratch.kv_sem.at[slot]).start()
 

@@ -60,7 +60,8 @@ class Scratch(NamedTuple):
     items: Any
     """SMEM i32[slots + 1, 16]: the fields (`work_items.Item`) of the current work item and of those after it."""
     kv_buf: Any
-    """VMEM [slots, pages, slabs, page_size, 128], the pool's dtype: keys and values of each work item."""
+    """VMEM [slots, pages, slabs, page_size, 128], the pool's dtype: keys and values of each work item, and all else
+    that its pages hold."""
     kv_sem: Any
     """DMA semaphores [slots]; the copies of all pages of an item signal the same one."""
     out_buf: Any
@@ -182,14 +183,14 @@ class Sizes:
         return self.pool.sides * self.groups * self.pool.lane_tiles + self.pool.index_slabs
 
     @property
-    def slabs(self) -> int:
+    def copied_slabs(self) -> int:
         """All slabs per part, with the scales' and that of chosen keys."""
         return self.number_slabs + self.pool.scaled + self.pool.masked
 
     def keys(self, group: int, t: int) -> int:
         """Index of a slab of a group's keys, or of the slab of chosen keys for the tile of queries behind those."""
         if t == self.pool.lane_tiles:
-            return self.slabs - 1
+            return self.copied_slabs - 1
         return self.pool.sides * group * self.pool.lane_tiles + t
 
     def values(self, group: int, t: int) -> int:
@@ -214,7 +215,7 @@ class Sizes:
 
     def scratch(self, kv_dtype, q_dtype) -> Scratch:
         tile, dma = self.tile, pltpu.SemaphoreType.DMA
-        page, is_prefill, f32 = (self.slabs, self.page_size, LANES), tile.queries > 1, jnp.float32
+        page, is_prefill, f32 = (self.copied_slabs, self.page_size, LANES), tile.queries > 1, jnp.float32
         rows, value = self.columns if is_prefill else self.rows, self.pool.value_tiles * LANES
         q_block, out_block = self.q_block, self.out_block(q_dtype)
         q_columns = (self.groups, rows // LANES, self.pool.query_tiles * LANES, LANES)

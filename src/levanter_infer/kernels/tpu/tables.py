@@ -33,15 +33,15 @@ class Tables(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """The arrays of a call. The first three stay in HBM, the others are blocks in VMEM."""
+    """The arrays of a call. Parameters of heads are blocks in VMEM, all others stay in HBM."""
 
     page_ids: Any
     """As `Tables.page_ids`."""
     kv: Any
     """[layers * P, slabs, page_size, 128]: the pool."""
     q: Any
-    """The queries, in the operands' dtype. Decode: [T, groups * lane_tiles, rows, 128]; prefill: [groups * lane_tiles,
-    T * heads_per_group, 128], as `word_rows`, in the dtype that `copied_dtype` gives."""
+    """The queries, in the operands' dtype. Decode: [T, groups * query_tiles, rows, 128]; prefill:
+    [groups * query_tiles, T * heads_per_group, 128], as `word_rows`, in the dtype that `copied_dtype` gives."""
     sinks: Any = None
     """Attention sinks in units of log2: f32[groups, rows, 128], for prefill f32[groups, 8, columns]; None for none."""
     slopes: Any = None

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 import jax
 import jax.numpy as jnp
 
+from levanter_infer.kernels.tpu.choice import MAX_QUERIES
 from levanter_infer.kernels.tpu.pool import LANES, TpuPool
 from levanter_infer.kernels.tpu.sizes import Tile, align_queries
 from levanter_infer.kernels.tpu.word_rows import copied_dtype
@@ -137,6 +138,7 @@ def propose(shape: TileShape) -> Tiles:
     if has_wide_queries:
         rows //= pool.lane_tiles
     queries = align * _floor_power(max(1, rows // per_group // align))
+    queries = min(queries, MAX_QUERIES) if shape.masked else queries
     prefill_parts, tokens = _prefill_sizes(shape)
     prefill_pages = _floor_power(max(1, tokens // page_size))
     return Tiles(

@@ -30,6 +30,11 @@ class Turns:
     """Queries of a chunk."""
 
 
+SCORES_TOGETHER = (
+    "XLA scores the keys of several tokens together, and rounds by their number, where engine.max_seq_len is more than "
+    "the model's index_topk"
+)
+"""Why a choice of keys depends on what else is computed."""
 ACCELERATOR = Turns(1024, 16, 128)
 """By the estimates of the compiler for v5p, of 64 heads: 12 thousand cycles for a turn of decoded tokens, 38 thousand
 for one of a chunk."""
