@@ -12,19 +12,14 @@ from typing import Any
 from levanter_infer.layers.indexer import IndexerBlock
 from levanter_infer.layers.latent_attention import LatentAttentionBlock
 from levanter_infer.layers.norm import NormConfig
+from levanter_infer.models import glm4_moe_lite
 from levanter_infer.models.blocks import Block
 from levanter_infer.models.config import DecoderConfig
 from levanter_infer.models.deepseek_v3 import MTP_KEY
-from levanter_infer.models.experts import (
-    DEEPSEEK_EXPERT_TENSORS,
-    deepseek_experts_to_hf,
-    read_deepseek_experts,
-    read_sparse_layers,
-    sparse_layers_to_hf,
-)
+from levanter_infer.models.experts import DEEPSEEK_EXPERT_TENSORS, read_deepseek_experts, read_sparse_layers
 from levanter_infer.models.family import Family
 from levanter_infer.models.hf_config import HfConfig
-from levanter_infer.models.latent import latent_attention_to_hf, latent_tensors, read_latent_attention
+from levanter_infer.models.latent import latent_tensors, read_latent_attention
 from levanter_infer.models.tensors import Tensor
 
 INDEXED = "indexed_attention"
@@ -112,16 +107,12 @@ def shared_indexers(raw: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def config_to_hf(config: DecoderConfig) -> dict[str, Any]:
-    keys = {**latent_attention_to_hf(config), **deepseek_experts_to_hf(config), MTP_KEY: 0}
-    del keys["first_k_dense_replace"]
     mixers = [mixer for mixer in config.attention if isinstance(mixer, LatentAttentionBlock)]
     indexer = mixers[0].indexer
     assert indexer is not None
     kinds = [SHARED if mixer.shares_choice else FULL for mixer in mixers]
     return {
-        **keys,
-        **sparse_layers_to_hf(config),
-        "rope_interleave": config.ropes[0].interleaved,
+        **glm4_moe_lite.config_to_hf(config),
         "index_n_heads": indexer.num_heads,
         "index_head_dim": indexer.head_dim,
         "index_topk": indexer.num_chosen,
