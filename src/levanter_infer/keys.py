@@ -68,7 +68,7 @@ REMARKS = {
     "do_sample": "sampling.temperature: 0 is greedy, any other value samples",
     "enforce_eager": "there is one compiled program and no other way to run it; leave it out",
     "trust_remote_code": "code that comes with a model is never run; leave it out",
-    "speculative_config": "there is no speculative decoding; leave it out",
+    "speculative_config": "engine.num_speculative_tokens is speculative decoding by prompt lookup (method ngram)",
     "enable_lora": "one adapter is merged into the weights when they are read: model.adapter; leave it out",
     "stream": "results are written when they are complete; leave it out",
 }

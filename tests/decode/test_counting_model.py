@@ -18,9 +18,10 @@ from haliax import Axis, NamedArray
 from levanter_infer.axes import EMBED, HEAD_SIZE, KV_HEADS, ROW, TOKEN, VOCAB
 from levanter_infer.cache.batch_info import PageBatchInfo
 from levanter_infer.cache.cache import Cache
-from levanter_infer.decode import step
+from levanter_infer.decode import speculation, step
 from levanter_infer.decode.invariants import check_invariants
 from levanter_infer.decode.sampling import SampleOutput
+from levanter_infer.decode.shapes import SpeculationShapes
 from levanter_infer.engine.config import EngineConfig
 from levanter_infer.engine.engine import InferenceEngine
 from levanter_infer.engine.params import SamplingParams
@@ -108,14 +109,29 @@ def pick(logits, rows, history, *, max_top, stats, vocab, backend, modified=None
     return SampleOutput(token, logprob, 2 * logprob, top, jnp.broadcast_to(logprob[:, None], top.shape), finite, finite)
 
 
+def foreseen(tokens: jax.Array, lens: jax.Array, sizes: SpeculationShapes) -> tuple[jax.Array, jax.Array]:
+    """`speculation.lookup` that knows what the model generates, and is wrong now and then."""
+    place = jnp.arange(tokens.shape[1], dtype=jnp.int32)
+    weight = sum((place + layer) % 13 + 1 for layer in range(LAYERS))
+    known = place[None, :] < lens[:, None]
+    count = jnp.sum(jnp.where(known, (tokens + 1) * weight[None, :], 0), axis=1) % WORDS
+    draft = []
+    for ahead in range(sizes.num_tokens):
+        draft.append(jnp.where((count + lens) % 5 == 0, (count + 1) % WORDS, count))
+        count = (count + (draft[-1] + 1) * weight.at[lens + ahead].get(mode="clip")) % WORDS
+    return lens % 7 > 0, jnp.stack(draft, axis=1)
+
+
 @functools.lru_cache
-def make_engine() -> InferenceEngine:
+def make_engine(drafts: int = 0) -> InferenceEngine:
+    """Args: drafts: `engine.num_speculative_tokens`."""
     config = EngineConfig(
         max_seqs=4, page_size=4, max_pages=13, max_step_tokens=9, prefix_cache=True, max_round_steps=7, max_seq_len=48,
-        attention="xla", matmul="xla",
+        attention="xla", matmul="xla", num_speculative_tokens=drafts,
     )  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(step, "sample", pick)
+        patch.setattr(speculation, "lookup", foreseen)
         patch.setattr("levanter_infer.engine.engine.from_levanter", lambda model, *_: model)  # it is one as it is
         patch.setattr("levanter_infer.engine.sizes.MIN_UPLOAD_TOKENS", 12)  # long prompts come in pieces
         engine = InferenceEngine(CountingModel.init(), config=config, scoring=True)
@@ -145,8 +161,9 @@ def random_requests(rng: np.random.Generator) -> list[Request]:
     return requests
 
 
-def test_every_sequence_counts_its_own_tokens():
-    engine, rng, reasons = make_engine(), np.random.default_rng(1), set()
+@pytest.mark.parametrize("drafts", [0, 5])
+def test_every_sequence_counts_its_own_tokens(drafts):
+    engine, rng, reasons = make_engine(drafts), np.random.default_rng(1), set()
     for _ in range(30):
         requests = random_requests(rng)
         for request, output in zip(requests, engine.generate(requests), strict=True):
@@ -163,10 +180,12 @@ def test_every_sequence_counts_its_own_tokens():
     stats = engine.stats()
     assert reasons == {"length", "stop", "error"} and stats["forks"] > 20 and stats["copied_pages"] > 20
     assert stats["preemptions"] > 20 and stats["prefix_hits"] > 50
+    assert (stats["accepted_tokens"] > 100) == (stats["draft_tokens"] > stats["accepted_tokens"]) == (drafts > 0)
 
 
-def test_cancelled_sequences_leave_the_others_alone():
-    engine, rng = make_engine(), np.random.default_rng(2)
+@pytest.mark.parametrize("drafts", [0, 5])
+def test_cancelled_sequences_leave_the_others_alone(drafts):
+    engine, rng = make_engine(drafts), np.random.default_rng(2)
     for _ in range(8):
         requests = random_requests(rng)
         groups = [engine.submit(request) for request in requests]

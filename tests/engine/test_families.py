@@ -202,6 +202,20 @@ def test_other_chunks_and_pages_are_the_same(served):
 
 
 @pytest.mark.slow
+def test_drafts_change_no_sample(served):
+    """Keys and values of rejected drafts are overwritten by those of the tokens that come in their place."""
+    drafts = dict(num_speculative_tokens=3, prompt_lookup_min=1)
+    if served.engine.shapes.slot_state:
+        with pytest.raises(ValueError, match="state of fixed size"):
+            make_engine(served.model, **drafts)
+        return
+    engine = make_engine(served.model, **drafts)
+    served.check([samples(output) for output in engine.generate(served.requests)], served.expected)
+    check_invariants(engine.state.decode)
+    assert engine.stats()["draft_tokens"] > engine.stats()["accepted_tokens"]
+
+
+@pytest.mark.slow
 def test_meshes_are_one_device(served):
     config = served.model.config
     experts, sharded = config.num_experts, config.unsharded_heads is None

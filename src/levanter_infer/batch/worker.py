@@ -37,7 +37,10 @@ if TYPE_CHECKING:
 
 LOG_SECONDS = 10
 """Seconds between two progress lines."""
-_SCHEDULING = ("max_round_steps", "max_round_seconds", "recompilation", "host_bytes", "preempt", "admission")
+_SCHEDULING = (
+    *("max_round_steps", "max_round_seconds", "recompilation", "host_bytes", "preempt", "admission"),
+    *("num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min"),
+)
 """Engine keys that change the schedule and never the results."""
 _SIZES = ("page_size", "max_pages", "max_seq_len", "max_step_tokens", "kv_dtype", "attention", "matmul", "cpu_isa")
 """Engine keys that the first run chooses for all later ones, unless the configuration does: limits depend on them."""

@@ -148,6 +148,11 @@ class ConstraintTable(eqx.Module):
     def num_automata(self) -> int:
         return self.width.shape[0]
 
+    @property
+    def constrained(self) -> Array:
+        """Slots whose sequence has a constraint, bool[seq]."""
+        return self.guided | (self.automata < self.num_automata)
+
     def admit(self, slots: Array, params: ConstraintParams) -> "ConstraintTable":
         """Sequences start in `slots`, i32[admitted], with these constraints, in their first state."""
         return replace(

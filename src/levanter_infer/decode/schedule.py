@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from levanter_infer.cache.arrays import cumsum, full, gather, gather_together, replace, scatter
+from levanter_infer.cache.page_table import ragged_index
 from levanter_infer.decode.admission_policy import pages_to_continue
 from levanter_infer.decode.codes import RUNNING
 from levanter_infer.decode.kv_offload import may_start
@@ -17,7 +18,20 @@ from levanter_infer.decode.prefix import match_prefix
 from levanter_infer.decode.sequence_table import in_order, is_ready
 from levanter_infer.decode.shapes import Shapes
 from levanter_infer.decode.snapshots import StatePlan, tokens_to_bound, whole_pages
+from levanter_infer.decode.speculation import propose
 from levanter_infer.decode.state import DecodeState
+
+
+class SampledRows(eqx.Module):
+    """The tokens of a step that logits are computed of. i32 arrays; absent slots are `num_slots`."""
+
+    slot_ids: Array
+    """[row]"""
+    tokens: Array
+    """[row] index of each row's token among those of the step."""
+    ahead: Array
+    """[row] draft tokens of the sequence up to this one. The rows of a sequence follow one another."""
+    num_rows: Array
 
 
 class StepPlan(eqx.Module):
@@ -33,6 +47,31 @@ class StepPlan(eqx.Module):
     num_tokens: Array
     states: StatePlan | None = None
     """None: no states of fixed size are kept."""
+    drafts: Array | None = None
+    """[seq] draft tokens among those of `take`; None: there is no speculation."""
+
+    @property
+    def known(self) -> Array:
+        """[seq] tokens of each slot that this step computes, without drafts."""
+        return self.take if self.drafts is None else self.take - self.drafts
+
+    @property
+    def sampled(self) -> SampledRows:
+        """The last token of each row, and the draft before it."""
+        last = last_tokens(self.cu_q_lens)
+        if self.drafts is None:
+            return SampledRows(self.slot_ids, last, jnp.zeros_like(last), self.num_rows)
+        num_rows = self.slot_ids.shape[0]
+        row = jnp.arange(num_rows, dtype=jnp.int32)
+        drafts = gather(self.drafts, self.slot_ids, 0)
+        counts = jnp.where(row < self.num_rows, 1 + drafts, 0)
+        own, ahead, _ = ragged_index(counts, jnp.int32(0), num_rows)
+        return SampledRows(
+            slot_ids=gather(self.slot_ids, own, self.take.shape[0]),
+            tokens=gather(last - drafts, own, 0) + ahead,
+            ahead=ahead,
+            num_rows=jnp.sum(counts, dtype=jnp.int32),
+        )
 
 
 def schedule(state: DecodeState, shapes: Shapes) -> tuple[DecodeState, StepPlan, Array, Array]:
@@ -46,7 +85,9 @@ def schedule(state: DecodeState, shapes: Shapes) -> tuple[DecodeState, StepPlan,
     take = choose_tokens(state, shapes, order, waits, states)
     state, take, needed = preempt(state, order, take)
     state, source, target = allocate_pages(state, shapes, needed)
-    return state, replace(pack(state, shapes, order, take), states=states), source, target
+    state, drafts = propose(state, shapes, take)
+    plan = pack(state, shapes, order, take if drafts is None else take + drafts)
+    return state, replace(plan, states=states, drafts=drafts), source, target
 
 
 def start_waiting(state: DecodeState, shapes: Shapes, order: Array) -> DecodeState:

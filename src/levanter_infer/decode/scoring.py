@@ -36,13 +36,13 @@ READ_PAGES = 256
 
 
 def num_hidden(shapes: Shapes) -> int:
-    """Hidden states that a step keeps: those of all its tokens where prompts are scored, else one per row."""
-    return shapes.max_rows if shapes.scoring is None else shapes.buckets[-1]
+    """Hidden states that a step keeps: those of all its tokens (`Shapes.keeps_all_hidden`), or one per row."""
+    return shapes.buckets[-1] if shapes.keeps_all_hidden else shapes.max_rows
 
 
 def keep_hidden(states: Array, cu_q_lens: Array, shapes: Shapes) -> Array:
     """The hidden states to keep, [n, embed] with n <= `num_hidden`, of those of a step's tokens [token, embed]."""
-    return states[last_tokens(cu_q_lens)] if shapes.scoring is None else states
+    return states if shapes.keeps_all_hidden else states[last_tokens(cu_q_lens)]
 
 
 def copy_scores(scores: ScorePages | None, source: Array, target: Array) -> ScorePages | None:
@@ -74,14 +74,14 @@ def score_prompts(
     Args:
         state: before the step's tokens count as computed.
         hidden: the states that `keep_hidden` has kept.
-    Returns: the new scores, and the hidden states [row, embed] of the rows' last tokens.
+    Returns: the new scores, and the hidden states [row, embed] of the tokens in `StepPlan.sampled`.
     """
     if scores is None:
-        return None, hidden
+        return None, hidden[plan.sampled.tokens] if shapes.keeps_all_hidden else hidden
     rows = _Rows(state, plan)
     scores = _score_tokens(model, state, scores, hidden, plan, rows, shapes.block_tokens)
     scores = run_if(jnp.any(rows.active), lambda scores: _keep_ends(state, scores, hidden, plan, rows, shapes), scores)
-    return _set_aside(state, scores, plan, rows), hidden[last_tokens(plan.cu_q_lens)]
+    return _set_aside(state, scores, plan, rows), hidden[plan.sampled.tokens]
 
 
 class _Rows:

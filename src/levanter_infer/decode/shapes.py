@@ -52,6 +52,20 @@ class RoutingShapes:
 
 
 @dataclasses.dataclass(frozen=True)
+class SpeculationShapes:
+    """Sizes of speculative decoding by prompt lookup (`decode.speculation`)."""
+
+    num_tokens: int
+    """Draft tokens of a sequence in one step, at most."""
+    lookup_max: int
+    """Last tokens of a sequence that are looked up in it, at most."""
+    lookup_min: int
+    """Last tokens that have to occur in it."""
+    rows: int
+    """Sampled rows of a step with drafts, at most."""
+
+
+@dataclasses.dataclass(frozen=True)
 class ConstraintShapes:
     """Sizes of the tables of constraints on the tokens of sequences (`decode.constraints`)."""
 
@@ -105,6 +119,8 @@ class Shapes:
     """None: the experts of tokens are not recorded."""
     constraints: ConstraintShapes | None = None
     """None: no sequence is constrained."""
+    speculation: SpeculationShapes | None = None
+    """None: there is no speculative decoding."""
     offload: bool = False
     """Whether a round ends for KV offload, instead of preempting and recomputing at once."""
     max_beams: int = 0
@@ -132,8 +148,9 @@ class Shapes:
 
     @property
     def max_rows(self) -> int:
-        """Rows of the largest bucket."""
-        return max(self.max_seqs, MIN_ROWS)
+        """Rows of the largest bucket: of all sequences, or of one with its draft."""
+        drafts = 0 if self.speculation is None else self.speculation.num_tokens
+        return max(self.max_seqs, MIN_ROWS, 1 + drafts)
 
     @property
     def buckets(self) -> tuple[int, ...]:
@@ -173,6 +190,12 @@ class Shapes:
         return max(1, min(256, self.max_seq_len) // self.page_size)
 
     @property
+    def keeps_all_hidden(self) -> bool:
+        """Whether a step keeps the hidden states of all its tokens, and not only of the last one of each row."""
+        return self.scoring is not None or self.speculation is not None
+
+    @property
     def ring_size(self) -> int:
         """Sampled tokens that one round can hold: those of its steps, and as many as there are rows behind the last."""
-        return self.max_round_steps * self.max_seqs + self.max_rows - self.max_seqs
+        per_step = self.max_seqs if self.speculation is None else self.max_rows
+        return self.max_round_steps * per_step + self.max_rows - per_step

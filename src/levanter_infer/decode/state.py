@@ -40,6 +40,10 @@ class Counters(eqx.Module):
     prompt_steps: Int32[Array, ""]
     """Steps that computed prompt chunks."""
     generated: Int32[Array, ""]
+    draft_tokens: Int32[Array, ""]
+    """Tokens proposed by speculative decoding."""
+    accepted_tokens: Int32[Array, ""]
+    """Those of them that were sampled."""
     copied_pages: Int32[Array, ""]
     """Pages copied on write."""
     forks: Int32[Array, ""]

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from levanter_infer.axes import ROW, ROW_BOUND, SEQ_PAGE, TOKEN
-from levanter_infer.cache.arrays import cumsum, full, gather, replace, scatter, scatter_add
+from levanter_infer.cache.arrays import cumsum, gather, replace, scatter, scatter_add
 from levanter_infer.cache.batch_info import PageBatchInfo, WindowBatch
 from levanter_infer.cache.cache import Cache
 from levanter_infer.cache.page_math import offset_of, page_of, pages_for
@@ -41,6 +41,7 @@ from levanter_infer.decode.schedule import StepPlan, schedule
 from levanter_infer.decode.scoring import copy_scores, keep_hidden, may_insert, num_hidden, score_prompts
 from levanter_infer.decode.shapes import Shapes
 from levanter_infer.decode.snapshots import keep_states, restore_states, store_states
+from levanter_infer.decode.speculation import reached
 from levanter_infer.decode.state import Counters, DecodeState, GenState
 from levanter_infer.kernels import scopes
 from levanter_infer.kernels.loops import in_parts, run_bucket, run_if
@@ -168,22 +169,21 @@ def forward(
 def sample_rows(
     model, state: DecodeState, hidden: Array, plan: StepPlan, shapes: Shapes, logits_mod: LogitsMod | None = None
 ) -> SampleOutput:
-    """Logits and a sampled token of each row, from the hidden states [row, embed] of the rows' last tokens.
+    """Logits and a sampled token of each of `plan.sampled`, from the hidden states [row, embed] of these tokens.
 
-    The last row may be a prompt that goes on in the next step: its sample is not used.
+    One row may be a prompt that goes on in the next step: its sample is not used.
     """
-    logits = head(model, hidden, plan, shapes)
-    table = state.sequences
-    count = shapes.sampled_rows
-    stats = LogitStats.of_kernel(model.backend, logits, plan.num_rows, model.vocab)
+    of_plan, table, count = plan.sampled, state.sequences, shapes.sampled_rows
+    logits = head(model, hidden, of_plan.num_rows, shapes)
+    stats = LogitStats.of_kernel(model.backend, logits, of_plan.num_rows, model.vocab)
 
-    def history_of(slots: Array) -> History:
-        lens = gather(table.seq_lens, slots, 0)
+    def history_of(slots: Array, ahead: Array) -> History:
+        lens = gather(table.seq_lens, slots, 0) + ahead
         prompt_lens = gather(table.prompt_lens, slots, 0)
         return History(positions=lens, tokens=table.tokens, slot_ids=slots, prompt_lens=prompt_lens, seq_lens=lens)
 
-    def result_of(logits: Array, slots: Array, stats: LogitStats | None) -> SampleOutput:
-        asked, history = state.sampling.rows(slots), history_of(slots)
+    def result_of(logits: Array, slots: Array, ahead: Array, stats: LogitStats | None) -> SampleOutput:
+        asked, history = state.sampling.rows(slots), history_of(slots, ahead)
         modified, memory, finite = None, None, True
         if logits_mod is not None:
             of_mod = (slots, table.tokens, history.prompt_lens, history.seq_lens)
@@ -202,13 +202,13 @@ def sample_rows(
         offered = candidates(state.beams, logits, asked, history, stats, model.vocab, max_beams=shapes.max_beams)
         return dataclasses.replace(sampled, finite=sampled.finite & finite, candidates=offered, memory=memory)
 
-    rows = (logits, plan.slot_ids, stats)
+    rows = (logits, of_plan.slot_ids, of_plan.ahead, stats)
     if count is None:
         return result_of(*rows)
     best_of = None  # bool[row] of `takes_best`, and the statistics for `sample_best`; None: they do not suffice
     if logits_mod is None and shapes.max_beams == 0 and stats is not None and stats.best is not None:
-        asked, masks = state.sampling.rows(plan.slot_ids), masks_of(state.constraints, plan.slot_ids)
-        best_of = takes_best(asked, history_of(plan.slot_ids), model.vocab, masks), stats
+        asked, masks = state.sampling.rows(of_plan.slot_ids), masks_of(state.constraints, of_plan.slot_ids)
+        best_of = takes_best(asked, history_of(of_plan.slot_ids, of_plan.ahead), model.vocab, masks), stats
 
     def body(carry):
         # A slice that would pass the end starts earlier, and some rows are sampled again, with the same result.
@@ -230,20 +230,21 @@ def sample_rows(
         return first + count, sampled
 
     nothing = dataclasses.replace(empty_sample(shapes), memory=logits_mod and logits_mod.of_rows(shapes.max_rows))
-    return jax.lax.while_loop(lambda carry: carry[0] < plan.num_rows, body, (jnp.int32(0), nothing))[1]
+    return jax.lax.while_loop(lambda carry: carry[0] < of_plan.num_rows, body, (jnp.int32(0), nothing))[1]
 
 
-def head(model, hidden: Array, plan: StepPlan, shapes: Shapes) -> Array:
-    """Logits of each row for this device's part of the vocabulary, f32[row, vocab]. The head runs on used rows only."""
+def head(model, hidden: Array, num_rows: Array, shapes: Shapes) -> Array:
+    """Logits of the first `num_rows` rows for this device's part of the vocabulary, f32[row, vocab]. The head runs on
+    these only."""
     embed = model.embed
     if shapes.block_tokens is not None:
-        return logits_in_blocks(model, hidden, plan.num_rows, shapes.block_tokens)
+        return logits_in_blocks(model, hidden, num_rows, shapes.block_tokens)
 
     def logits_of(rows: int) -> Array:
-        return model.logits(hax.named(hidden[:rows], (ROW, embed)), plan.num_rows).rearrange((ROW, ...)).array
+        return model.logits(hax.named(hidden[:rows], (ROW, embed)), num_rows).rearrange((ROW, ...)).array
 
     zeros = jnp.zeros((shapes.max_rows, model.vocab.part_size), jnp.float32)
-    return model.backend.bucketed(logits_of, plan.num_rows, shapes.row_buckets, zeros)
+    return model.backend.bucketed(logits_of, num_rows, shapes.row_buckets, zeros)
 
 
 def empty_sample(shapes: Shapes) -> SampleOutput:
@@ -307,25 +308,33 @@ def append(
     """
     table = state.sequences
     num_slots = table.num_slots
-    computed = table.num_computed + plan.take
-    slots = plan.slot_ids
-    lens = gather(table.seq_lens, slots, 0)
+    rows = plan.sampled
+    slots, lens = rows.slot_ids, gather(table.seq_lens, rows.slot_ids, 0) + rows.ahead
     samples = rows_that_sample(state, plan)
     left = gather(table.max_lens, slots, 0) - lens
     failed = samples & ~sampled.possible
     emits = samples & sampled.possible & (left > 0)  # a prompt may be scored without generating
     ends = samples & (left <= 1)
     emits, ends, searches = state.beams.rows_that_emit(slots, samples, (emits, ends))
+    stopped = emits & _stops(state, slots, lens, sampled.tokens, shapes)
+    done = failed | stopped | ends
+    computed, writes = table.num_computed + plan.known, emits
+    if plan.drafts is not None:
+        has_more = rows.ahead < gather(plan.drafts, slots, 0)
+        agrees = emits & ~done & has_more & (gather(table.tokens, (slots, lens), 0) == sampled.tokens)
+        accepted = reached(agrees, rows.ahead)
+        emits, done, agrees = emits & accepted, done & accepted, agrees & accepted
+        computed = scatter_add(computed, jnp.where(agrees, slots, num_slots), 1)
+        writes = emits & ~agrees  # what agrees is there
 
+    tokens = put(table.tokens, jnp.where(writes, slots, num_slots), lens, sampled.tokens)
     writer = jnp.where(emits, slots, num_slots)
-    tokens = put(table.tokens, writer, lens, sampled.tokens)
     seq_lens = scatter_add(table.seq_lens, writer, 1)
-    stopped = emits & _stops(state, tokens, slots, lens + 1, sampled.tokens, shapes)
     failure = jnp.where(sampled.finite, IMPOSSIBLE, ERROR)
     reason = jnp.where(failed, failure, jnp.where(stopped, STOP, LENGTH)).astype(jnp.int32)
-    done = failed | stopped | ends
-    finished = scatter(jnp.zeros(num_slots, jnp.bool_), slots, done)
-    reasons = scatter(jnp.zeros(num_slots, jnp.int32), slots, reason)
+    ender = jnp.where(done, slots, num_slots)
+    finished = scatter(jnp.zeros(num_slots, jnp.bool_), ender, done)
+    reasons = scatter(jnp.zeros(num_slots, jnp.int32), ender, reason)
     searches, finished, reasons = state.beams.fail_together(slots, searches, finished, reasons)
 
     filled = page_of(computed, shapes.page_size) - page_of(table.num_computed, shapes.page_size)
@@ -350,9 +359,10 @@ def append(
 
 
 def rows_that_sample(state: DecodeState, plan: StepPlan) -> Array:
-    """Rows whose last known token the step has computed, so that the next one is sampled, bool[row]."""
-    table, slots = state.sequences, plan.slot_ids
-    computed = gather(table.num_computed + plan.take, slots, 0)
+    """Sampled rows of sequences whose last known token the step has computed, so that the next one is sampled,
+    bool[row]."""
+    table, slots = state.sequences, plan.sampled.slot_ids
+    computed = gather(table.num_computed + plan.known, slots, 0)
     return (computed == gather(table.seq_lens, slots, 0)) & (slots < table.num_slots)
 
 
@@ -362,7 +372,7 @@ def remembered(
     """State of a `logits_mod` after a step. Args: state: before the sampled tokens are stored."""
     if logits_mod is None:
         return None
-    writer = jnp.where(rows_that_sample(state, plan), plan.slot_ids, state.sequences.num_slots)
+    writer = jnp.where(rows_that_sample(state, plan), plan.sampled.slot_ids, state.sequences.num_slots)
     return logits_mod.remember(writer, sampled.memory)
 
 
@@ -374,12 +384,16 @@ def _counted(state: DecodeState, plan: StepPlan, computed: Array, filled: Array,
         filled: i32[seq], pages that the step has filled.
         generates: bool[row].
     """
-    size = state.page_table.page_size
-    q_lens = plan.cu_q_lens[1:] - plan.cu_q_lens[:-1]
-    num_chunk_tokens = jnp.sum(jnp.where(q_lens > 1, q_lens, 0), dtype=jnp.int32)
-    context_pages = jnp.where(plan.take > 0, pages_for(computed, size), 0)
+    size, known = state.page_table.page_size, plan.known
+    num_chunk_tokens = jnp.sum(jnp.where(known > 1, known, 0), dtype=jnp.int32)
+    context_pages = jnp.where(known > 0, pages_for(computed, size), 0)
+    drafts = {}
+    if plan.drafts is not None:
+        accepted = jnp.sum(computed - state.sequences.num_computed - known, dtype=jnp.int32)
+        drafts = {"draft_tokens": jnp.sum(plan.drafts, dtype=jnp.int32), "accepted_tokens": accepted}
     return state.counters.plus(
-        prefix_misses=jnp.sum(jnp.where(plan.take > 1, filled, 0), dtype=jnp.int32),
+        **drafts,
+        prefix_misses=jnp.sum(jnp.where(known > 1, filled, 0), dtype=jnp.int32),
         steps=jnp.int32(1),
         generated=jnp.sum(generates, dtype=jnp.int32),
         prompt_tokens=num_chunk_tokens,
@@ -388,25 +402,26 @@ def _counted(state: DecodeState, plan: StepPlan, computed: Array, filled: Array,
     )
 
 
-def _stops(state: DecodeState, tokens: Array, slots: Array, lens: Array, newest: Array, shapes: Shapes) -> Array:
-    """Rows that have just completed one of their stop token sequences with the `newest` token, bool[row].
+def _stops(state: DecodeState, slots: Array, lens: Array, newest: Array, shapes: Shapes) -> Array:
+    """Rows that complete one of their stop token sequences with the `newest` token, behind `lens` others, bool[row].
 
     Only generated tokens count: a stop sequence never matches across the end of the prompt.
     """
     table, sampling = state.sequences, state.sampling.rows(slots)
     width = shapes.limits.max_stop_tokens
     prompt_lens = gather(table.prompt_lens, slots, 0)
+    place = jnp.arange(width, dtype=jnp.int32)[None, :]
 
-    def with_older(_: Array) -> Array:
-        position = lens[:, None] - width + jnp.arange(width, dtype=jnp.int32)[None, :]
+    def with_older(window: Array) -> Array:
+        position = lens[:, None] - (width - 1) + place
         column = jnp.where(position >= prompt_lens[:, None], position, table.max_seq_len)
-        return gather(tokens, (slots[:, None], column), shapes.limits.vocab_size)
+        older = gather(table.tokens, (slots[:, None], column), shapes.limits.vocab_size)
+        return jnp.where(place == width - 1, window, older)
 
     # Most stop sequences are one token, and the others cost a gather of each number.
-    window = full((slots.shape[0], width), shapes.limits.vocab_size)
-    window = jnp.where(jnp.arange(width, dtype=jnp.int32)[None, :] == width - 1, newest[:, None], window)
+    window = jnp.where(place == width - 1, newest[:, None], shapes.limits.vocab_size)
     window = run_if(jnp.any(sampling.stop_lens > 1), with_older, window)
-    enough = (lens - prompt_lens) >= sampling.min_tokens
+    enough = (lens + 1 - prompt_lens) >= sampling.min_tokens
     return stop_match(sampling.stop_ids, sampling.stop_lens, window, enough)
 
 

@@ -312,8 +312,12 @@ class BackendChoice:
 
     def adapt(self, shapes: Shapes) -> Shapes:
         """The sizes as the device runs them fastest, or as `engine.numerics` asks for."""
+        speculation = shapes.speculation
+        if speculation is not None:
+            speculation = dataclasses.replace(speculation, rows=self.platform.draft_rows)
         return dataclasses.replace(
             shapes,
+            speculation=speculation,
             sampled_rows=self.platform.sampled_rows,
             mixed_tokens=self.platform.mixed_tokens,
             block_tokens=self.matmul_backend.block_tokens,

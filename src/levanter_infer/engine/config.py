@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from levanter_infer.kernels.tpu.tiling import Tiles
 
 _MAX_ROUND_SECONDS = 3600
+MAX_DRAFT_TOKENS = 32
+"""Draft tokens of a sequence in one step, and tokens that prompt lookup looks for, at most."""
 _POLICIES: dict[str, type[Option]] = {
     "kv_dtype": KvDtype,
     "weight_dtype": WeightDtype,
@@ -48,8 +50,12 @@ NAMES_ELSEWHERE = {
     "attention_backend": "attention",
     "preemption_mode": "preempt",
     "swap_space": "host_bytes",
+    **dict.fromkeys(("speculative_num_draft_tokens", "prompt_lookup_num_tokens"), "num_speculative_tokens"),
+    "max_matching_ngram_size": "prompt_lookup_max",
 }
-"""Names of other engines (vLLM, SGLang, llama.cpp) for these keys."""
+"""Names of other engines (vLLM, SGLang, llama.cpp, transformers) for these keys."""
+_LOOKUP = {"prompt_lookup_max": 4, "prompt_lookup_min": 3}
+"""Defaults of the keys of prompt lookup."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,6 +115,14 @@ class EngineConfig:
     """`default`: random numbers depend on the request alone; rounding may depend on the batch composition.
     `batch_invariant`: tokens and logprobs are bit-identical for any batch composition; refused where the backends do
     not provide that (docs/numerics.md)."""
+    num_speculative_tokens: int = 0
+    """Speculative decoding by prompt lookup: draft tokens of a sequence in one step, at most. 0: off. Where the last
+    tokens of a sequence have occurred in it before, the tokens behind them are computed in the same step, and accepted
+    as far as they are what is sampled. It shortens the time of few sequences that copy from their prompts."""
+    prompt_lookup_max: int | None = None
+    """Last tokens of a sequence that prompt lookup looks for, at most. Default 4."""
+    prompt_lookup_min: int | None = None
+    """Last tokens that have to have occurred for a draft. Default 3."""
     max_round_steps: int = 64
     """Steps of one launch, at most."""
     max_round_seconds: float = 0.5
@@ -135,13 +149,14 @@ class EngineConfig:
         return super().__new__(cls)
 
     def __post_init__(self):
-        for name in ("page_size", "max_pages", "max_seq_len", "max_step_tokens", "state_snapshots"):
+        for name in ("page_size", "max_pages", "max_seq_len", "max_step_tokens", "state_snapshots", *_LOOKUP):
             if getattr(self, name) is not None:
                 _check_whole(name, getattr(self, name), 1)
         for name in ("max_seqs", "max_round_steps", "max_constraints", "constraint_bytes"):
             _check_whole(name, getattr(self, name), 1)
         for name in ("max_logprobs", "max_prompt_logprobs", "max_logit_bias", "max_stop_sequences"):
             _check_whole(name, getattr(self, name), 0)
+        self._check_speculation()
         if self.host_bytes is not None:
             _check_whole("host_bytes", self.host_bytes, 0, 2**62)
         seconds = self.max_round_seconds
@@ -158,6 +173,29 @@ class EngineConfig:
         for name, kind in _POLICIES.items():
             if getattr(self, name) is not None or name not in _OPTIONAL:
                 object.__setattr__(self, name, _policy(name, kind, getattr(self, name)))
+
+    @property
+    def prompt_lookup(self) -> tuple[int, int]:
+        """The least and the most last tokens that prompt lookup looks for."""
+        least, most = self.prompt_lookup_min, self.prompt_lookup_max
+        if most is None:
+            most = max(_LOOKUP["prompt_lookup_max"], least or 0)
+        return min(_LOOKUP["prompt_lookup_min"], most) if least is None else least, most
+
+    def _check_speculation(self) -> None:
+        _check_whole("num_speculative_tokens", self.num_speculative_tokens, 0, MAX_DRAFT_TOKENS)
+        least, most = self.prompt_lookup
+        if least > most or most > MAX_DRAFT_TOKENS:
+            raise ValueError(
+                f"engine.prompt_lookup_min={least}, engine.prompt_lookup_max={most}: expected 1 <= prompt_lookup_min "
+                f"<= prompt_lookup_max <= {MAX_DRAFT_TOKENS}"
+            )
+        for name in _LOOKUP:
+            if getattr(self, name) is not None and self.num_speculative_tokens == 0:
+                raise ValueError(
+                    f"engine.{name}={getattr(self, name)}: there is no prompt lookup without "
+                    "engine.num_speculative_tokens; set that to 1 or more, or leave this out"
+                )
 
 
 def _check_whole(name: str, value, least: int, most: int = 2**31 - 1) -> None:

@@ -597,9 +597,14 @@ def programs_for(
     logits_mod=None,
 ) -> Programs:
     """The programs of an engine. Args: types: as in `shapes_for`; fingerprints, logits_mod: as in `ProgramOptions`.
-    Raises: ValueError for `tiles` that no kernel can have."""
+    Raises: ValueError for `tiles` that no kernel can have, and for a memory of a `logits_mod` beside speculation."""
     dtype = kv_dtype(config, types)
     check_given_tiles(config.tiles, types.config, backend.layout, shapes, dtype)
+    if shapes.speculation is not None and logits_mod is not None and jax.tree.leaves(logits_mod[1]):
+        raise ValueError(
+            f"engine.num_speculative_tokens={config.num_speculative_tokens} and a logits_mod with a memory: the memory "
+            "goes on from token to token, and a draft may be rejected; leave one of them out"
+        )
     options = ProgramOptions(
         attention,
         dtype,

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 import jax.numpy as jnp
 
 from levanter_infer.cache.memory import PoolSizes
-from levanter_infer.decode.shapes import SamplingLimits, Shapes, WindowShape
+from levanter_infer.decode.shapes import SamplingLimits, Shapes, SpeculationShapes, WindowShape
 from levanter_infer.engine.config import EngineConfig
 from levanter_infer.engine.params import MAX_STOP_TOKENS
 from levanter_infer.kernels.backend import Backend, Platform
@@ -95,6 +95,13 @@ def _num_snapshots(config: EngineConfig, arch: DecoderConfig, free_bytes: Callab
     return max(1, min(2 * config.max_seqs, free_bytes() // 4 // slots_bytes(arch, 1)))
 
 
+def _speculation(config: EngineConfig) -> SpeculationShapes | None:
+    if config.num_speculative_tokens == 0:
+        return None
+    least, most = config.prompt_lookup
+    return SpeculationShapes(config.num_speculative_tokens, most, least, Platform.draft_rows)
+
+
 def max_seq_len_of(config: EngineConfig, arch) -> int:
     """Tokens of the longest sequence of an engine. Args: arch: the model's `DecoderConfig`."""
     return config.max_seq_len or min(arch.max_position_embeddings, 32768)
@@ -132,6 +139,11 @@ def resolve_shapes(
     unread_bytes += slots_bytes(arch, num_slots)
     num_snapshots = _num_snapshots(config, arch, lambda: default_pool_bytes(unread_bytes, device_bytes))
     snapshot_bytes = slots_bytes(arch, num_snapshots)
+    if config.num_speculative_tokens and slot_state:
+        raise ValueError(
+            f"engine.num_speculative_tokens={config.num_speculative_tokens}: this model remembers a state of fixed "
+            "size per sequence, which a rejected draft would change; leave it out"
+        )
     shapes = Shapes(
         num_slots=num_slots,
         max_seqs=config.max_seqs,
@@ -144,6 +156,7 @@ def resolve_shapes(
         prefix_cache=config.prefix_cache is not False,
         slot_state=slot_state,
         num_snapshots=num_snapshots,
+        speculation=_speculation(config),
         offload=config.preempt == PreemptionPolicy.OFFLOAD,
         upload_tokens=max(MIN_UPLOAD_TOKENS, max_step_tokens),
         limits=SamplingLimits(

@@ -64,6 +64,9 @@ class Platform:
     `engine.max_step_tokens` follows from it."""
     mixed_tokens: int | None = None
     """Capacity of a bucket for steps of decode tokens and a short prompt, below the largest; None: there is none."""
+    draft_rows: int = 128
+    """Rows of a step up to which drafts are computed (`decode.speculation`): for so many it reads all weights anyway,
+    and takes little longer than for one."""
     branches: bool = False
     """Whether optional work is a branch (`loops.branching`): devices decide branches by themselves, and not loops."""
     shares_memory: bool = False

@@ -2,6 +2,8 @@
 
 SCHEDULE = "schedule"
 """Choice of the sequences and tokens of a step, and allocation of their pages."""
+SPECULATION = "speculation"
+"""The lookup of draft tokens."""
 COPIES = "copies"
 """Copy on write, and copies of states of fixed size."""
 SCORING = "scoring"

@@ -25,7 +25,7 @@ from levanter_infer.kernels.xla.backend import XlaBackend
 from levanter_infer.kernels.xla.index import SCORES_TOGETHER
 from levanter_infer.kernels.xla.linear import as_floats
 
-CPU = Platform("cpu", integers_for_floats=True, sampled_rows=MIN_ROWS, shares_memory=True)
+CPU = Platform("cpu", integers_for_floats=True, sampled_rows=MIN_ROWS, draft_rows=32, shares_memory=True)
 
 
 @dataclass(frozen=True)
