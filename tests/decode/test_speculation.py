@@ -16,7 +16,7 @@ from levanter_infer.decode.shapes import SamplingLimits, Shapes, SpeculationShap
 from levanter_infer.decode.speculation import lookup, propose, reached
 from levanter_infer.decode.state import DecodeState
 
-SIZES = SpeculationShapes(num_tokens=5, lookup_max=4, lookup_min=2, rows=20)
+SIZES = SpeculationShapes(num_tokens=5, lookup_max=5, lookup_min=2, rows=20)
 SHAPES = Shapes(
     num_slots=6,
     max_seqs=4,
@@ -29,20 +29,20 @@ SHAPES = Shapes(
     speculation=SIZES,
     limits=SamplingLimits(vocab_size=5, max_logprobs=0, max_logit_bias=1, max_stop_sequences=1, max_stop_tokens=1),
 )
-TEXT = [1, 2, 3, 4, 0, 1, 2, 3]
-"""Its last three tokens are its first too, with 4, 0, 1, 2, 3 behind them."""
+TEXT = [1, 2, 3, 1, 2, 3, 1, 2]
+"""Its last five tokens are its first too, with 3, 1, 2, 3, 1 behind them."""
 
 
-def looked_up(tokens: list[int], sizes: SpeculationShapes) -> list[int] | None:
-    """The draft behind `tokens`."""
+def looked_up(tokens: list[int], sizes: SpeculationShapes) -> tuple[int, list[int] | None]:
+    """Tokens that have occurred before, and the draft."""
     for length in range(sizes.lookup_max, sizes.lookup_min - 1, -1):
         for begin in range(len(tokens) - length - 1, -1, -1):
             if length < len(tokens) and tokens[begin : begin + length] == tokens[-length:]:
                 known = list(tokens)
                 while len(known) < len(tokens) + sizes.num_tokens:
                     known.append(known[begin + length + len(known) - len(tokens)])
-                return known[len(tokens) :]
-    return None
+                return length, known[len(tokens) :]
+    return 0, None
 
 
 @pytest.mark.parametrize("sizes", [SIZES, SpeculationShapes(3, 2, 2, 4), SpeculationShapes(9, 6, 1, 4)])
@@ -52,10 +52,10 @@ def test_a_draft_is_what_followed_the_longest_and_latest_match(sizes):
     for vocab in (2, 3, 9):
         lens = rng.integers(1, width + 1, 200)
         texts = rng.integers(0, vocab, (200, width))
-        found, drafts = map(np.asarray, find(texts.astype(np.int32), lens.astype(np.int32)))
-        for text, length, is_found, draft in zip(texts.tolist(), lens, found, drafts.tolist(), strict=True):
-            expected = looked_up(text[:length], sizes)
-            assert is_found == (expected is not None)
+        matched, drafts = map(np.asarray, find(texts.astype(np.int32), lens.astype(np.int32)))
+        for text, length, found, draft in zip(texts.tolist(), lens, matched, drafts.tolist(), strict=True):
+            count, expected = looked_up(text[:length], sizes)
+            assert found == count
             if expected is not None:
                 assert draft == expected
                 hits += 1
@@ -114,32 +114,40 @@ def drafts_of(state: DecodeState, take: list[int], shapes: Shapes = SHAPES) -> l
 def test_drafts_end_with_their_page_and_before_the_last_token():
     texts = [TEXT, [4, 0, *TEXT]]
     assert drafts_of(state_of(texts[:1], [40]), [1]) == [[]]  # the next token is the first of a page
-    assert drafts_of(state_of(texts[1:], [40]), [1]) == [[4, 0, 1, 2, 3]]  # rows for one and five more
+    assert drafts_of(state_of(texts[1:], [40]), [1]) == [[3, 1, 2, 3, 1]]  # rows for one and five more
     long = [[3] * 2 + TEXT]
-    for left, expected in ((1, []), (2, [4]), (4, [4, 0, 1]), (30, [4, 0, 1, 2, 3])):
+    for left, expected in ((1, []), (2, [3]), (4, [3, 1, 2]), (30, [3, 1, 2, 3, 1])):
         assert drafts_of(state_of(long, [len(long[0]) + left]), [1]) == [expected]
     for extra in range(8):
         (draft,) = drafts_of(state_of([[3] * extra + TEXT], [40]), [1])
         assert len(draft) == min(5, 7 - (7 + extra) % 8)
 
 
+def test_drafts_are_no_longer_than_what_has_occurred():
+    for known in range(1, 6):
+        text = [4, *range(known), 3, *range(known)]
+        expected = [] if known < 2 else [3, 0, 1, 2, 3][:known]
+        (draft,) = drafts_of(state_of([[4] * (-len(text) % 8 + 1) + text], [40]), [1])
+        assert draft == expected
+
+
 def test_rows_are_shared_by_those_that_have_a_draft():
     text = [4, 4, *TEXT]
     state = state_of([text] * 3 + [[0, 1, 2, 3, 4]], [40] * 4)
     assert SHAPES.max_rows == 6
-    assert drafts_of(state, [1, 1, 1, 1]) == [[4], [4], [], []]
-    assert drafts_of(state, [0, 1, 1, 1]) == [[], [4, 0], [4], []]
-    assert drafts_of(state, [1, 1, 0, 0]) == [[4, 0], [4, 0], [], []]
-    assert drafts_of(state, [1, 1, 0, 0], dataclasses.replace(SHAPES, max_step_tokens=5)) == [[4, 0], [4, 0], [], []]
-    assert drafts_of(state, [1, 0, 0, 9]) == [[4, 0], [], [], []]  # twelve tokens of a step
-    for rows, expected in ((4, [[], [], [], []]), (5, [[4], [], [], []])):
+    assert drafts_of(state, [1, 1, 1, 1]) == [[3], [3], [], []]
+    assert drafts_of(state, [0, 1, 1, 1]) == [[], [3, 1], [3], []]
+    assert drafts_of(state, [1, 1, 0, 0]) == [[3, 1], [3, 1], [], []]
+    assert drafts_of(state, [1, 1, 0, 0], dataclasses.replace(SHAPES, max_step_tokens=5)) == [[3, 1], [3, 1], [], []]
+    assert drafts_of(state, [1, 0, 0, 9]) == [[3, 1], [], [], []]  # twelve tokens of a step
+    for rows, expected in ((4, [[], [], [], []]), (5, [[3], [], [], []])):
         few = dataclasses.replace(SHAPES, speculation=dataclasses.replace(SIZES, rows=rows))
         assert drafts_of(state, [1, 1, 1, 1], few) == expected
 
 
 def test_prompts_and_beams_have_no_drafts():
     text = [4, 4, *TEXT]
-    assert drafts_of(state_of([text, text], [40, 40], [9, 8]), [1, 2]) == [[4, 0, 1, 2], []]
+    assert drafts_of(state_of([text, text], [40, 40], [9, 8]), [1, 2]) == [[3, 1, 2, 3], []]
     assert drafts_of(state_of([text], [40], [5]), [1]) == [[]]  # a prompt chunk of one token
     shapes = dataclasses.replace(SHAPES, max_beams=2)
     state = state_of([text, text], [40, 40])
@@ -147,7 +155,7 @@ def test_prompts_and_beams_have_no_drafts():
     params = BeamParams.empty(SHAPES.num_slots, SHAPES.num_slots)
     params = replace(params, leaders=params.leaders.at[0].set(0), widths=params.widths.at[0].set(1))
     state = replace(state, beams=replace(beams, params=params))
-    assert drafts_of(state, [1, 1], shapes) == [[], [4, 0, 1, 2]]
+    assert drafts_of(state, [1, 1], shapes) == [[], [3, 1, 2, 3]]
 
 
 def test_every_draft_token_has_a_sampled_row():

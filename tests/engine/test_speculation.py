@@ -172,6 +172,6 @@ def test_what_it_cannot_be_is_refused(config, message):
 
 
 def test_the_least_match_is_at_most_the_most():
-    for least, most, pair in ((None, None, (3, 4)), (None, 2, (2, 2)), (6, None, (6, 6)), (1, 3, (1, 3))):
-        config = EngineConfig(num_speculative_tokens=1, prompt_lookup_min=least, prompt_lookup_max=most)
+    for least, most, pair in ((None, None, (3, 5)), (None, 2, (2, 2)), (6, None, (6, 6)), (1, 3, (1, 3))):
+        config = EngineConfig(num_speculative_tokens=5, prompt_lookup_min=least, prompt_lookup_max=most)
         assert config.prompt_lookup == pair

@@ -6,6 +6,9 @@ with the random numbers of that position. The draft is accepted as far as it is 
 that differs is the sampled one. So no token depends on the drafts: with `numerics: batch_invariant` the tokens are, to
 the bit, those without speculation. There is no rejection sampling, which keeps a distribution and not the tokens.
 
+A draft has no more tokens than the match that it follows: while a text is copied, it grows with each step, and where
+only a phrase occurs again, little is rejected.
+
 A draft takes nothing from anyone: it ends with the page of the token before it, so that it needs no page, and there are
 drafts only as long as the step has few rows (`Platform.draft_rows`), for which it reads all weights in any case. What a
 rejected draft has stored is overwritten by the tokens that come in its place, and nothing remembers it.
@@ -44,8 +47,9 @@ def propose(state: DecodeState, shapes: Shapes, take: Array) -> tuple[DecodeStat
         slots = _first_slots(most > 0, min(most_rows, shapes.max_seqs))
         known, own = gather(tokens, slots, 0), gather(most, slots, 0)
         lens = gather(state.sequences.seq_lens, slots, 0)
-        found, draft = lookup(known, lens, sizes)
-        found &= own > 0
+        matched, draft = lookup(known, lens, sizes)
+        own = jnp.minimum(own, matched)
+        found = own > 0
         rank, count = cumsum(found), jnp.maximum(jnp.sum(found, dtype=jnp.int32), 1)
         share = spare // count + (rank <= spare % count).astype(jnp.int32)
         own = jnp.where(found, jnp.minimum(own, share), 0)
@@ -84,28 +88,28 @@ def _first_slots(mask: Array, count: int) -> Array:
 
 
 def lookup(tokens: Array, lens: Array, sizes: SpeculationShapes) -> tuple[Array, Array]:
-    """What followed the longest earlier occurrence of each row's last tokens, of equally long ones the latest.
+    """How many of each row's last tokens have occurred before, and what followed them: of the longest such match, and
+    the latest of equally long ones.
 
     A draft that reaches the end of the known tokens goes on with its own first tokens, as a text that repeats itself does.
 
     Args: tokens: i32[row, position]; lens: i32[row], the known ones.
-    Returns: bool[row], whether `sizes.lookup_min` tokens at least have occurred before; i32[row, num_tokens].
+    Returns: i32[row], at most `sizes.lookup_max` tokens, and 0 for fewer than `sizes.lookup_min`; i32[row, num_tokens].
     """
-    size = tokens.shape[1]
-    position = jnp.arange(size, dtype=jnp.int32)[None, :]
+    (num_rows, size), most = tokens.shape, sizes.lookup_max
+    position, row = jnp.arange(size, dtype=jnp.int32)[None, :], jnp.arange(num_rows, dtype=jnp.int32)
     goes_on = jnp.broadcast_to(position < lens[:, None] - 1, tokens.shape)
-    matched = jnp.zeros_like(tokens)
-    for back in range(sizes.lookup_max):
-        last = gather(tokens, (jnp.arange(tokens.shape[0]), jnp.maximum(lens - 1 - back, 0)), 0)
-        earlier = jnp.pad(tokens, ((0, 0), (back, 0)))[:, :size]
-        goes_on = goes_on & (position >= back) & (earlier == last[:, None])
+    before, matched = jnp.pad(tokens, ((0, 0), (most, 0)), constant_values=-1), jnp.zeros_like(tokens)
+    for back in range(most):
+        last = gather(tokens, (row, jnp.maximum(lens - 1 - back, 0)), 0)
+        goes_on &= before[:, most - back : most - back + size] == last[:, None]
         matched += goes_on.astype(jnp.int32)
     best = jnp.max(matched, axis=1)
     end = jnp.max(jnp.where(matched == best[:, None], position, -1), axis=1)
     period = jnp.maximum(lens - 1 - end, 1)
     place = jnp.arange(sizes.num_tokens, dtype=jnp.int32)[None, :]
     draft = jnp.take_along_axis(tokens, (end + 1)[:, None] + place % period[:, None], axis=1, mode="clip")
-    return best >= sizes.lookup_min, draft
+    return jnp.where(best >= sizes.lookup_min, best, 0), draft
 
 
 def reached(agrees: Array, ahead: Array) -> Array:

@@ -54,8 +54,9 @@ NAMES_ELSEWHERE = {
     "max_matching_ngram_size": "prompt_lookup_max",
 }
 """Names of other engines (vLLM, SGLang, llama.cpp, transformers) for these keys."""
-_LOOKUP = {"prompt_lookup_max": 4, "prompt_lookup_min": 3}
-"""Defaults of the keys of prompt lookup."""
+_LOOKUP = ("prompt_lookup_max", "prompt_lookup_min")
+_LEAST_MATCH = 3
+"""Default of `prompt_lookup_min`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,10 +118,12 @@ class EngineConfig:
     not provide that (docs/numerics.md)."""
     num_speculative_tokens: int = 0
     """Speculative decoding by prompt lookup: draft tokens of a sequence in one step, at most. 0: off. Where the last
-    tokens of a sequence have occurred in it before, the tokens behind them are computed in the same step, and accepted
-    as far as they are what is sampled. It shortens the time of few sequences that copy from their prompts."""
+    tokens of a sequence have occurred in it before, as many of the tokens behind them are computed in the same step,
+    and accepted as far as they are what is sampled. It shortens the time of few sequences that copy from their
+    prompts."""
     prompt_lookup_max: int | None = None
-    """Last tokens of a sequence that prompt lookup looks for, at most. Default 4."""
+    """Last tokens of a sequence that prompt lookup looks for, at most, and so the length of a draft. Default
+    `num_speculative_tokens`."""
     prompt_lookup_min: int | None = None
     """Last tokens that have to have occurred for a draft. Default 3."""
     max_round_steps: int = 64
@@ -179,8 +182,8 @@ class EngineConfig:
         """The least and the most last tokens that prompt lookup looks for."""
         least, most = self.prompt_lookup_min, self.prompt_lookup_max
         if most is None:
-            most = max(_LOOKUP["prompt_lookup_max"], least or 0)
-        return min(_LOOKUP["prompt_lookup_min"], most) if least is None else least, most
+            most = max(self.num_speculative_tokens, _LEAST_MATCH if least is None else least)
+        return min(_LEAST_MATCH, most) if least is None else least, most
 
     def _check_speculation(self) -> None:
         _check_whole("num_speculative_tokens", self.num_speculative_tokens, 0, MAX_DRAFT_TOKENS)
