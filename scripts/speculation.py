@@ -2,9 +2,10 @@
 
     python scripts/speculation.py MODEL [--drafts 0,4,8] [--batch 1,4,8] [--max-seqs 16] [--repeats 5] [--lookup-min 3]
 
-MODEL: a directory, such as that of scripts/peers/smollm2.py. Two kinds of greedy requests of 96 tokens: texts that are
-to be repeated, and stories. Printed are tokens per second, prompts included, as medians with their range; tokens of a
-step; the share of the draft tokens that was accepted; and how many samples have the tokens of the first column.
+MODEL: a directory, such as that of scripts/peers/smollm2.py. Three kinds of greedy requests of 96 tokens: texts that
+are to be repeated, JSON by a schema, and stories. Printed are tokens per second, prompts included, as medians with
+their range; tokens of a step; the share of the draft tokens that was accepted; and how many samples have the tokens of
+the first column.
 """
 
 import argparse
@@ -36,8 +37,19 @@ TEXTS = (
 HEROES = ("a fox in Rome", "a baker in a lighthouse", "a robot in the desert", "a nurse in a village")
 KINDS = {
     "copy": [f"Repeat the following text word for word:\n\n{text}" for text in TEXTS],
+    "json": [f"List the facts in this text as JSON, each with a subject and a value:\n\n{text}" for text in TEXTS],
     "story": [f"Write a story about {hero}." for hero in HEROES],
 }
+SCHEMA = {
+    "type": "array",
+    "minItems": 6,
+    "items": {
+        "type": "object",
+        "properties": {"subject": {"type": "string", "maxLength": 30}, "value": {"type": "string", "maxLength": 40}},
+        "required": ["subject", "value"],
+    },
+}
+"""Of the answers of kind "json"."""
 TOKENS = 96
 
 
@@ -65,12 +77,13 @@ def main() -> None:
 
 
 def compare(kind: str, requests: list[Request], engines: dict[int, InferenceEngine], repeats: int) -> None:
+    schema = SCHEMA if kind == "json" else None
     rates: dict[int, list[float]] = {drafts: [] for drafts in engines}
     shown, first = {}, None
     for repeat in range(repeats + 1):
         for drafts, engine in engines.items():
             before, begin = engine.stats(), time.perf_counter()
-            outputs = engine.generate(requests, SamplingParams(max_tokens=TOKENS, temperature=0))
+            outputs = engine.generate(requests, SamplingParams(max_tokens=TOKENS, temperature=0, json_schema=schema))
             seconds, after = time.perf_counter() - begin, engine.stats()
             tokens = [output.completions[0].token_ids for output in outputs]
             first = tokens if first is None else first

@@ -5,6 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
+from levanter_infer.checkpoints.load import load_model
 from levanter_infer.decode.invariants import check_invariants
 from levanter_infer.engine.config import EngineConfig
 from levanter_infer.engine.engine import InferenceEngine
@@ -152,6 +153,28 @@ def test_a_function_without_a_memory_sees_the_draft():
         engine = InferenceEngine(tiny_model(), config=config, logits_mod=never_twice)
         found.append(engine.generate([request])[0].completions[0].token_ids)
     assert found[0] == found[1] and engine.stats()["accepted_tokens"] > 0
+
+
+def test_constraints_go_on_behind_their_drafts():
+    """Each row of a draft has the mask of the state that the tokens before it lead to."""
+    model, tokenizer = load_model("models/tiny")
+    sampling = dict(max_tokens=90, logprobs=0, seed=2)
+    requests = [
+        Request("17+25=", sampling=SamplingParams(regex=r'(\{"a": [0-9]{1,2}, "b": [x-z]+\}\n){4}', **sampling)),
+        Request("sort 4 1 3:", sampling=SamplingParams(regex=r"(([0-4]{3}|[5-9]{2}) ){12}", n=3, **sampling)),
+        Request("Once upon", sampling=SamplingParams(choice=["a dog and a dog", "a dog and a cat"], **sampling)),
+        Request("Once upon", sampling=SamplingParams(grammar='start: "no "* "yes"', **sampling)),
+        Request("12+30= 42\n12+30=", sampling=SamplingParams(**sampling)),
+    ]
+    found = []
+    for drafts in ({}, DRAFTS):
+        config = EngineConfig(max_seqs=8, max_seq_len=256, numerics="batch_invariant", **drafts)
+        engine = InferenceEngine(model, tokenizer, config, constraints=True)
+        outputs = engine.generate(requests)
+        assert all(output.error is None for output in outputs)
+        found.append([(c.token_ids, c.logprobs.tobytes(), c.finish_reason) for o in outputs for c in o.completions])
+    assert found[0] == found[1]
+    assert engine.stats()["accepted_tokens"] > 50
 
 
 @pytest.mark.parametrize(

@@ -148,11 +148,6 @@ class ConstraintTable(eqx.Module):
     def num_automata(self) -> int:
         return self.width.shape[0]
 
-    @property
-    def constrained(self) -> Array:
-        """Slots whose sequence has a constraint, bool[seq]."""
-        return self.guided | (self.automata < self.num_automata)
-
     def admit(self, slots: Array, params: ConstraintParams) -> "ConstraintTable":
         """Sequences start in `slots`, i32[admitted], with these constraints, in their first state."""
         return replace(
@@ -167,10 +162,11 @@ class ConstraintTable(eqx.Module):
         moved = {name: getattr(self, name)[ancestors] for name in ("automata", "states", "guided")}
         return replace(self, **moved)
 
-    def rows(self, slots: Array) -> RowMasks:
-        """The masks of the sequences in `slots`, i32[row]; absent slots are not constrained."""
+    def rows(self, slots: Array, states: Array) -> RowMasks:
+        """The masks of the sequences in `slots`, i32[row], in these `states`, i32[row]; absent slots are not
+        constrained."""
         automaton = gather(self.automata, slots, self.num_automata)
-        mask = gather(self.entries, self._entry(slots, automaton), 0).astype(jnp.int32)
+        mask = gather(self.entries, self._entry(automaton, states), 0).astype(jnp.int32)
         own = gather(self.first_mask, automaton, 0) + mask
         guided = gather(self.guided, slots, False)
         constrained = guided | (automaton < self.num_automata)
@@ -178,18 +174,24 @@ class ConstraintTable(eqx.Module):
         forced = jnp.where(constrained, self.forced[place], self.class_of.shape[1])
         return RowMasks(self.masks[place], constrained, forced)
 
-    def advance(self, slots: Array, tokens: Array) -> "ConstraintTable":
-        """The sequences in `slots`, i32[row], have got the tokens i32[row]; absent slots are dropped."""
-        automaton = gather(self.automata, slots, self.num_automata)
-        slots = jnp.where(automaton < self.num_automata, slots, self.states.shape[0])
-        token_class = gather(self.class_of, (automaton, tokens), 0).astype(jnp.int32)
-        states = gather(self.entries, self._entry(slots, automaton) + 1 + token_class, 0)
-        return replace(self, states=scatter(self.states, slots, jnp.maximum(states, 0).astype(jnp.int32)))
+    def advance(self, slots: Array, states: Array, tokens: Array) -> "ConstraintTable":
+        """The sequences in `slots`, i32[row], in these `states`, i32[row], have got the tokens i32[row]; absent slots
+        are dropped."""
+        constrained = gather(self.automata, slots, self.num_automata) < self.num_automata
+        slots = jnp.where(constrained, slots, self.states.shape[0])
+        return replace(self, states=scatter(self.states, slots, self.following(slots, states, tokens)))
 
-    def _entry(self, slots: Array, automaton: Array) -> Array:
-        """Index of the first entry of each row's present state, i32[row]."""
-        begin, width = gather(self.first_entry, automaton, 0), gather(self.width, automaton, 0)
-        return begin + gather(self.states, slots, 0) * width
+    def following(self, slots: Array, states: Array, tokens: Array) -> Array:
+        """The states, i32[row], behind the tokens i32[row]; any state behind a token that may not follow. Args: as of
+        `advance`."""
+        automaton = gather(self.automata, slots, self.num_automata)
+        token_class = gather(self.class_of, (automaton, tokens), 0).astype(jnp.int32)
+        states = gather(self.entries, self._entry(automaton, states) + 1 + token_class, 0)
+        return jnp.maximum(states, 0).astype(jnp.int32)
+
+    def _entry(self, automaton: Array, states: Array) -> Array:
+        """Index of the first entry of each row's state, i32[row]."""
+        return gather(self.first_entry, automaton, 0) + states * gather(self.width, automaton, 0)
 
     def loaded(self, load: ConstraintLoad) -> "ConstraintTable":
         """The table with a part of an automaton, or with masks."""
@@ -206,14 +208,16 @@ class ConstraintTable(eqx.Module):
         )
 
 
-def advanced(table: ConstraintTable | None, slots: Array, tokens: Array) -> ConstraintTable | None:
+def advanced(
+    table: ConstraintTable | None, slots: Array, states: Array | None, tokens: Array
+) -> ConstraintTable | None:
     """`ConstraintTable.advance`, where there is a table."""
-    return None if table is None else table.advance(slots, tokens)
+    return None if table is None or states is None else table.advance(slots, states, tokens)
 
 
-def masks_of(table: ConstraintTable | None, slots: Array) -> RowMasks | None:
+def masks_of(table: ConstraintTable | None, slots: Array, states: Array | None) -> RowMasks | None:
     """`ConstraintTable.rows`, where there is a table."""
-    return None if table is None else table.rows(slots)
+    return None if table is None or states is None else table.rows(slots, states)
 
 
 def load_constraints(state, load: ConstraintLoad):

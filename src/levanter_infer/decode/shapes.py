@@ -149,8 +149,12 @@ class Shapes:
     @property
     def max_rows(self) -> int:
         """Rows of the largest bucket: of all sequences, or of one with its draft."""
-        drafts = 0 if self.speculation is None else self.speculation.num_tokens
-        return max(self.max_seqs, MIN_ROWS, 1 + drafts)
+        return max(self.max_seqs, MIN_ROWS, 1 + self.num_drafts)
+
+    @property
+    def num_drafts(self) -> int:
+        """Draft tokens of a sequence in one step, at most."""
+        return 0 if self.speculation is None else self.speculation.num_tokens
 
     @property
     def buckets(self) -> tuple[int, ...]:

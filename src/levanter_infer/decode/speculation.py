@@ -66,14 +66,14 @@ def propose(state: DecodeState, shapes: Shapes, take: Array) -> tuple[DecodeStat
 
 def _most_drafts(state: DecodeState, shapes: Shapes, sizes: SpeculationShapes, take: Array) -> Array:
     """Draft tokens that each slot can have, i32[seq]: of those that decode, within their page and their length. Beams
-    and constraints go on from token to token, and have none."""
+    have none, nor has a sequence whose next mask the host writes."""
     table = state.sequences
     decodes = (take == 1) & (table.seq_lens - table.num_computed == 1)
     every = jnp.ones_like(decodes)
     (searches,) = state.beams.rows_that_emit(jnp.arange(shapes.num_slots, dtype=jnp.int32), every, ())
     decodes &= ~searches
     if state.constraints is not None:
-        decodes &= ~state.constraints.constrained
+        decodes &= ~state.constraints.guided
     of_page = shapes.page_size - 1 - offset_of(table.num_computed, shapes.page_size)
     of_length = table.max_lens - table.seq_lens - 1  # one more is sampled behind the draft
     most = jnp.minimum(jnp.minimum(of_page, of_length), sizes.num_tokens)
@@ -91,7 +91,7 @@ def lookup(tokens: Array, lens: Array, sizes: SpeculationShapes) -> tuple[Array,
     """How many of each row's last tokens have occurred before, and what followed them: of the longest such match, and
     the latest of equally long ones.
 
-    A draft that reaches the end of the known tokens goes on with its own first tokens, as a text that repeats itself does.
+    A draft that reaches the end of the known tokens goes on with its own first tokens, like a text that repeats itself.
 
     Args: tokens: i32[row, position]; lens: i32[row], the known ones.
     Returns: i32[row], at most `sizes.lookup_max` tokens, and 0 for fewer than `sizes.lookup_min`; i32[row, num_tokens].
@@ -110,6 +110,30 @@ def lookup(tokens: Array, lens: Array, sizes: SpeculationShapes) -> tuple[Array,
     place = jnp.arange(sizes.num_tokens, dtype=jnp.int32)[None, :]
     draft = jnp.take_along_axis(tokens, (end + 1)[:, None] + place % period[:, None], axis=1, mode="clip")
     return jnp.where(best >= sizes.lookup_min, best, 0), draft
+
+
+def row_states(state: DecodeState, slots: Array, ahead: Array, most: int) -> Array | None:
+    """The state of the automaton that constrains each sampled row, i32[row]: that of its slot, moved on by the draft
+    tokens before the row. None: no request is constrained.
+
+    Args: slots, ahead: i32[row], as of `SampledRows`; most: `Shapes.num_drafts`.
+    """
+    constraints, table = state.constraints, state.sequences
+    if constraints is None:
+        return None
+    states, lens = gather(constraints.states, slots, 0), gather(table.seq_lens, slots, 0)
+    if most == 0:
+        return states
+
+    def behind_drafts(states: Array) -> Array:
+        for place in range(most):
+            token = gather(table.tokens, (slots, lens + place), 0)
+            states = jnp.where(ahead > place, constraints.following(slots, states, token), states)
+        return states
+
+    has_automaton = constraints.automata < constraints.num_automata
+    moves = (ahead > 0) & gather(has_automaton, slots, False)
+    return run_if(jnp.any(moves), behind_drafts, states)
 
 
 def reached(agrees: Array, ahead: Array) -> Array:

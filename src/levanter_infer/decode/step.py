@@ -41,7 +41,7 @@ from levanter_infer.decode.schedule import StepPlan, schedule
 from levanter_infer.decode.scoring import copy_scores, keep_hidden, may_insert, num_hidden, score_prompts
 from levanter_infer.decode.shapes import Shapes
 from levanter_infer.decode.snapshots import keep_states, restore_states, store_states
-from levanter_infer.decode.speculation import reached
+from levanter_infer.decode.speculation import reached, row_states
 from levanter_infer.decode.state import Counters, DecodeState, GenState
 from levanter_infer.kernels import scopes
 from levanter_infer.kernels.loops import in_parts, run_bucket, run_if
@@ -174,6 +174,7 @@ def sample_rows(
     One row may be a prompt that goes on in the next step: its sample is not used.
     """
     of_plan, table, count = plan.sampled, state.sequences, shapes.sampled_rows
+    states = row_states(state, of_plan.slot_ids, of_plan.ahead, shapes.num_drafts)
     logits = head(model, hidden, of_plan.num_rows, shapes)
     stats = LogitStats.of_kernel(model.backend, logits, of_plan.num_rows, model.vocab)
 
@@ -182,7 +183,9 @@ def sample_rows(
         prompt_lens = gather(table.prompt_lens, slots, 0)
         return History(positions=lens, tokens=table.tokens, slot_ids=slots, prompt_lens=prompt_lens, seq_lens=lens)
 
-    def result_of(logits: Array, slots: Array, ahead: Array, stats: LogitStats | None) -> SampleOutput:
+    def result_of(
+        logits: Array, slots: Array, ahead: Array, states: Array | None, stats: LogitStats | None
+    ) -> SampleOutput:
         asked, history = state.sampling.rows(slots), history_of(slots, ahead)
         modified, memory, finite = None, None, True
         if logits_mod is not None:
@@ -197,17 +200,17 @@ def sample_rows(
             vocab=model.vocab,
             backend=model.backend,
             modified=modified,
-            masks=masks_of(state.constraints, slots),
+            masks=masks_of(state.constraints, slots, states),
         )
         offered = candidates(state.beams, logits, asked, history, stats, model.vocab, max_beams=shapes.max_beams)
         return dataclasses.replace(sampled, finite=sampled.finite & finite, candidates=offered, memory=memory)
 
-    rows = (logits, of_plan.slot_ids, of_plan.ahead, stats)
+    rows = (logits, of_plan.slot_ids, of_plan.ahead, states, stats)
     if count is None:
         return result_of(*rows)
     best_of = None  # bool[row] of `takes_best`, and the statistics for `sample_best`; None: they do not suffice
     if logits_mod is None and shapes.max_beams == 0 and stats is not None and stats.best is not None:
-        asked, masks = state.sampling.rows(of_plan.slot_ids), masks_of(state.constraints, of_plan.slot_ids)
+        asked, masks = state.sampling.rows(of_plan.slot_ids), masks_of(state.constraints, of_plan.slot_ids, states)
         best_of = takes_best(asked, history_of(of_plan.slot_ids, of_plan.ahead), model.vocab, masks), stats
 
     def body(carry):
@@ -311,6 +314,7 @@ def append(
     rows = plan.sampled
     slots, lens = rows.slot_ids, gather(table.seq_lens, rows.slot_ids, 0) + rows.ahead
     samples = rows_that_sample(state, plan)
+    states = row_states(state, slots, rows.ahead, shapes.num_drafts)
     left = gather(table.max_lens, slots, 0) - lens
     failed = samples & ~sampled.possible
     emits = samples & sampled.possible & (left > 0)  # a prompt may be scored without generating
@@ -327,9 +331,9 @@ def append(
         computed = scatter_add(computed, jnp.where(agrees, slots, num_slots), 1)
         writes = emits & ~agrees  # what agrees is there
 
-    tokens = put(table.tokens, jnp.where(writes, slots, num_slots), lens, sampled.tokens)
-    writer = jnp.where(emits, slots, num_slots)
-    seq_lens = scatter_add(table.seq_lens, writer, 1)
+    writer = jnp.where(writes, slots, num_slots)
+    tokens = put(table.tokens, writer, lens, sampled.tokens)
+    seq_lens = scatter_add(table.seq_lens, jnp.where(emits, slots, num_slots), 1)
     failure = jnp.where(sampled.finite, IMPOSSIBLE, ERROR)
     reason = jnp.where(failed, failure, jnp.where(stopped, STOP, LENGTH)).astype(jnp.int32)
     ender = jnp.where(done, slots, num_slots)
@@ -343,7 +347,7 @@ def append(
         state,
         sequences=replace(table, tokens=tokens, seq_lens=seq_lens, num_computed=computed),
         counters=counters,
-        constraints=advanced(state.constraints, writer, sampled.tokens),
+        constraints=advanced(state.constraints, writer, states, sampled.tokens),
     )
     state = leave_behind(state, table.num_computed)
     state = insert_prefix(state, shapes, may_insert(state, filled, shapes), finished & has_failed(reasons))
