@@ -10,7 +10,7 @@ import pytest
 from levanter_infer.cache.arrays import replace
 from levanter_infer.decode.beam_table import BeamParams
 from levanter_infer.decode.codes import RUNNING
-from levanter_infer.decode.schedule import pack
+from levanter_infer.decode.schedule import pack, with_drafts
 from levanter_infer.decode.sequence_table import in_order
 from levanter_infer.decode.shapes import SamplingLimits, Shapes, SpeculationShapes
 from levanter_infer.decode.speculation import lookup, propose, reached
@@ -134,12 +134,12 @@ def test_drafts_are_no_longer_than_what_has_occurred():
 def test_rows_are_shared_by_those_that_have_a_draft():
     text = [4, 4, *TEXT]
     state = state_of([text] * 3 + [[0, 1, 2, 3, 4]], [40] * 4)
-    assert SHAPES.max_rows == 6
-    assert drafts_of(state, [1, 1, 1, 1]) == [[3], [3], [], []]
-    assert drafts_of(state, [0, 1, 1, 1]) == [[], [3, 1], [3], []]
-    assert drafts_of(state, [1, 1, 0, 0]) == [[3, 1], [3, 1], [], []]
-    assert drafts_of(state, [1, 1, 0, 0], dataclasses.replace(SHAPES, max_step_tokens=5)) == [[3, 1], [3, 1], [], []]
+    assert SHAPES.max_rows == 8 and SHAPES.buckets == (4, 8, 12)
+    assert drafts_of(state, [1, 1, 1, 1]) == [[3, 1], [3], [3], []]
+    assert drafts_of(state, [0, 1, 1, 1]) == [[], [3, 1, 2], [3, 1], []]
+    assert drafts_of(state, [1, 1, 0, 0]) == [[3, 1, 2], [3, 1, 2], [], []]
     assert drafts_of(state, [1, 0, 0, 9]) == [[3, 1], [], [], []]  # twelve tokens of a step
+    assert drafts_of(state, [1, 1, 0, 5]) == [[3], [], [], []]  # a bucket of eight, which prompts do not leave
     for rows, expected in ((4, [[], [], [], []]), (5, [[3], [], [], []])):
         few = dataclasses.replace(SHAPES, speculation=dataclasses.replace(SIZES, rows=rows))
         assert drafts_of(state, [1, 1, 1, 1], few) == expected
@@ -147,7 +147,7 @@ def test_rows_are_shared_by_those_that_have_a_draft():
 
 def test_prompts_and_beams_have_no_drafts():
     text = [4, 4, *TEXT]
-    assert drafts_of(state_of([text, text], [40, 40], [9, 8]), [1, 2]) == [[3, 1, 2, 3], []]
+    assert drafts_of(state_of([text, text], [40, 40], [9, 8]), [1, 2]) == [[3, 1, 2, 3, 1], []]
     assert drafts_of(state_of([text], [40], [5]), [1]) == [[]]  # a prompt chunk of one token
     shapes = dataclasses.replace(SHAPES, max_beams=2)
     state = state_of([text, text], [40, 40])
@@ -155,20 +155,19 @@ def test_prompts_and_beams_have_no_drafts():
     params = BeamParams.empty(SHAPES.num_slots, SHAPES.num_slots)
     params = replace(params, leaders=params.leaders.at[0].set(0), widths=params.widths.at[0].set(1))
     state = replace(state, beams=replace(beams, params=params))
-    assert drafts_of(state, [1, 1], shapes) == [[], [3, 1, 2, 3]]
+    assert drafts_of(state, [1, 1], shapes) == [[], [3, 1, 2, 3, 1]]
 
 
-def test_every_draft_token_has_a_sampled_row():
-    """Decode tokens come first, then what has several tokens; the rows of a sequence follow one another."""
+def test_every_draft_token_is_a_row():
+    """Behind that of its sequence; decode tokens come first, then what has several tokens."""
     text = [4, 4, *TEXT]
     state = state_of([text, [0, 1, 2, 3], text, [1] * 9], [40] * 4, [9, 3, 9, 6])
-    take = jnp.asarray([1, 1, 1, 3, 0, 0], jnp.int32)
-    drafts = jnp.asarray([2, 0, 1, 0, 0, 0], jnp.int32)
-    shapes = dataclasses.replace(SHAPES, max_seqs=7, num_slots=7)
-    plan = replace(pack(state, shapes, in_order(state.sequences), take + drafts), drafts=drafts)
-    assert plan.slot_ids.tolist()[:4] == [1, 0, 2, 3] and plan.cu_q_lens.tolist()[:5] == [0, 1, 4, 6, 9]
-    rows = plan.sampled
-    assert rows.slot_ids.tolist() == [1, 0, 0, 0, 2, 2, 3]
-    assert rows.tokens.tolist() == [0, 1, 2, 3, 4, 5, 8]
-    assert rows.ahead.tolist() == [0, 0, 1, 2, 0, 1, 0]
-    assert int(rows.num_rows) == 7
+    shapes = dataclasses.replace(SHAPES, max_seqs=8, num_slots=8)
+    plain = pack(state, shapes, in_order(state.sequences), jnp.asarray([1, 1, 1, 3, 0, 0], jnp.int32))
+    plan = with_drafts(plain, jnp.asarray([2, 0, 1, 0, 0, 0], jnp.int32))
+    assert plain.slot_ids.tolist()[:5] == [0, 1, 2, 3, 6] and plan.slot_ids.tolist() == [0, 0, 0, 1, 2, 2, 3, 6]
+    assert plan.ahead is not None and plan.ahead.tolist() == [0, 1, 2, 0, 0, 1, 0, 0]
+    assert plan.cu_q_lens.tolist() == [0, 1, 2, 3, 4, 5, 6, 9, 9]
+    assert (int(plan.num_rows), int(plan.num_tokens)) == (7, 9)
+    assert plan.take.tolist() == [3, 1, 2, 3, 0, 0] and plan.known.tolist() == plain.take.tolist()
+    assert plan.of_rows(state.sequences.seq_lens).tolist() == [10, 11, 12, 4, 10, 11, 9, 0]

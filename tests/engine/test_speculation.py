@@ -183,8 +183,15 @@ def test_constraints_go_on_behind_their_drafts():
         (dict(num_speculative_tokens=33), "num_speculative_tokens=33: expected an integer of at most 32"),
         (dict(num_speculative_tokens=-1), "num_speculative_tokens=-1: expected an integer of at least 0"),
         (dict(prompt_lookup_max=3), "prompt_lookup_max=3: there is no prompt lookup without"),
-        (dict(num_speculative_tokens=2, prompt_lookup_min=5, prompt_lookup_max=3), "prompt_lookup_min=5"),
-        (dict(num_speculative_tokens=2, prompt_lookup_max=40), "prompt_lookup_max=40"),
+        (
+            dict(num_speculative_tokens=2, prompt_lookup_min=5, prompt_lookup_max=3),
+            "prompt_lookup_min=5 exceeds engine.prompt_lookup_max=3",
+        ),
+        (dict(num_speculative_tokens=2, page_size=1), "page_size=1: a draft ends with its page"),
+        (
+            dict(num_speculative_tokens=2, prompt_lookup_max=40),
+            "prompt_lookup_max=40: expected a whole number of at most",
+        ),
         (dict(num_speculative_tokens=2, prompt_lookup_min=0), "prompt_lookup_min=0: expected a whole number"),
         (dict(prompt_lookup_num_tokens=4), "num_speculative_tokens"),
     ],

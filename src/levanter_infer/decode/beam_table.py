@@ -94,6 +94,10 @@ class NoBeams(eqx.Module):
         the groups of beams in the mask `slots`, because beams continue one another page by page."""
         return recomputes
 
+    def sampling(self, slots: Array) -> Array:
+        """The slots of the mask `slots`, bool[seq], that sample: those without a search."""
+        return slots
+
     def rows_that_emit(self, slots: Array, samples: Array, masks: tuple[Array, ...]) -> tuple[Array, ...]:
         """`masks` bool[row] without the rows of beams, and the rows of the mask `samples` that are beams.
 
@@ -222,6 +226,9 @@ class BeamTable(NoBeams):
     def must_recompute(self, slots: Array, recomputes: Array) -> Array:
         # Also beams without pages, which wait for their leader: while they run, it may lack free pages to start again
         return recomputes | (self.num_in_group(slots & self.searches) > 0)
+
+    def sampling(self, slots: Array) -> Array:
+        return slots & ~self.searches
 
     def rows_that_emit(self, slots: Array, samples: Array, masks: tuple[Array, ...]) -> tuple[Array, ...]:
         searches = samples & gather(self.searches, slots, False)

@@ -40,7 +40,7 @@ def forward_in_blocks(compute: Callable, whole: PageBatchInfo, carry: tuple, sha
         index, (cache, routes, hidden) = state
         batch, rows = _block(whole, index * size, size, shapes)
         cache, routes, states = compute(batch, cache, routes)
-        if shapes.keeps_all_hidden:
+        if shapes.scoring is not None:
             hidden = jax.lax.dynamic_update_slice_in_dim(hidden, states, index * size, 0)
         else:  # of a row that goes on in the next block this is not the last token, whose states come then
             hidden = hidden.at[rows].set(states, mode="drop")

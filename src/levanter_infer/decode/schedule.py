@@ -22,18 +22,6 @@ from levanter_infer.decode.speculation import propose
 from levanter_infer.decode.state import DecodeState
 
 
-class SampledRows(eqx.Module):
-    """The tokens of a step that logits are computed of. i32 arrays; absent slots are `num_slots`."""
-
-    slot_ids: Array
-    """[row]"""
-    tokens: Array
-    """[row] index of each row's token among those of the step."""
-    ahead: Array
-    """[row] draft tokens of the sequence up to this one. The rows of a sequence follow one another."""
-    num_rows: Array
-
-
 class StepPlan(eqx.Module):
     """The tokens that one step computes. i32 arrays; absent slots are `num_slots`."""
 
@@ -47,6 +35,9 @@ class StepPlan(eqx.Module):
     num_tokens: Array
     states: StatePlan | None = None
     """None: no states of fixed size are kept."""
+    ahead: Array | None = None
+    """[row] draft tokens of the row's sequence before the row's one: each is a row of its own, behind that of the token
+    that the sequence has to compute. None: there is no speculation."""
     drafts: Array | None = None
     """[seq] draft tokens among those of `take`; None: there is no speculation."""
 
@@ -55,23 +46,10 @@ class StepPlan(eqx.Module):
         """[seq] tokens of each slot that this step computes, without drafts."""
         return self.take if self.drafts is None else self.take - self.drafts
 
-    @property
-    def sampled(self) -> SampledRows:
-        """The last token of each row, and the draft before it."""
-        last = last_tokens(self.cu_q_lens)
-        if self.drafts is None:
-            return SampledRows(self.slot_ids, last, jnp.zeros_like(last), self.num_rows)
-        num_rows = self.slot_ids.shape[0]
-        row = jnp.arange(num_rows, dtype=jnp.int32)
-        drafts = gather(self.drafts, self.slot_ids, 0)
-        counts = jnp.where(row < self.num_rows, 1 + drafts, 0)
-        own, ahead, _ = ragged_index(counts, jnp.int32(0), num_rows)
-        return SampledRows(
-            slot_ids=gather(self.slot_ids, own, self.take.shape[0]),
-            tokens=gather(last - drafts, own, 0) + ahead,
-            ahead=ahead,
-            num_rows=jnp.sum(counts, dtype=jnp.int32),
-        )
+    def of_rows(self, values: Array) -> Array:
+        """[row] A number of tokens, [seq], of the row's slot, and the draft tokens before the row's one more."""
+        own = gather(values, self.slot_ids, 0)
+        return own if self.ahead is None else own + self.ahead
 
 
 def schedule(state: DecodeState, shapes: Shapes) -> tuple[DecodeState, StepPlan, Array, Array]:
@@ -86,8 +64,9 @@ def schedule(state: DecodeState, shapes: Shapes) -> tuple[DecodeState, StepPlan,
     state, take, needed = preempt(state, order, take)
     state, source, target = allocate_pages(state, shapes, needed)
     state, drafts = propose(state, shapes, take)
-    plan = pack(state, shapes, order, take if drafts is None else take + drafts)
-    return state, replace(plan, states=states, drafts=drafts), source, target
+    plan = pack(state, shapes, order, take)
+    plan = plan if drafts is None else with_drafts(plan, drafts)
+    return state, replace(plan, states=states), source, target
 
 
 def start_waiting(state: DecodeState, shapes: Shapes, order: Array) -> DecodeState:
@@ -161,6 +140,28 @@ def pack(state: DecodeState, shapes: Shapes, order: Array, take: Array) -> StepP
         cu_q_lens=jnp.concatenate([jnp.zeros(1, jnp.int32), bounds]),
         num_rows=jnp.sum(in_order > 0, dtype=jnp.int32),
         num_tokens=bounds[-1],
+    )
+
+
+def with_drafts(plan: StepPlan, drafts: Array) -> StepPlan:
+    """The plan with rows for draft tokens, i32[seq], behind those of their sequences.
+
+    Requires: only sequences that decode have drafts, and there are rows for all.
+    """
+    num_rows, take = plan.slot_ids.shape[0], plan.take
+    counts = jnp.where(plan.slot_ids < take.shape[0], 1 + gather(drafts, plan.slot_ids, 0), 0)
+    row, ahead, used = ragged_index(counts, jnp.int32(0), num_rows)
+    slot_ids = gather(plan.slot_ids, row, take.shape[0])
+    bounds = cumsum(gather(take, slot_ids, 0))
+    return replace(
+        plan,
+        take=take + drafts,
+        slot_ids=slot_ids,
+        cu_q_lens=jnp.concatenate([jnp.zeros(1, jnp.int32), bounds]),
+        num_rows=jnp.sum(counts, dtype=jnp.int32),
+        num_tokens=bounds[-1],
+        ahead=jnp.where(used, ahead, 0),
+        drafts=drafts,
     )
 
 

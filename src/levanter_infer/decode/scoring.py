@@ -36,13 +36,13 @@ READ_PAGES = 256
 
 
 def num_hidden(shapes: Shapes) -> int:
-    """Hidden states that a step keeps: those of all its tokens (`Shapes.keeps_all_hidden`), or one per row."""
-    return shapes.buckets[-1] if shapes.keeps_all_hidden else shapes.max_rows
+    """Hidden states that a step keeps: those of all its tokens where prompts are scored, else one per row."""
+    return shapes.max_rows if shapes.scoring is None else shapes.buckets[-1]
 
 
 def keep_hidden(states: Array, cu_q_lens: Array, shapes: Shapes) -> Array:
     """The hidden states to keep, [n, embed] with n <= `num_hidden`, of those of a step's tokens [token, embed]."""
-    return states if shapes.keeps_all_hidden else states[last_tokens(cu_q_lens)]
+    return states[last_tokens(cu_q_lens)] if shapes.scoring is None else states
 
 
 def copy_scores(scores: ScorePages | None, source: Array, target: Array) -> ScorePages | None:
@@ -74,14 +74,14 @@ def score_prompts(
     Args:
         state: before the step's tokens count as computed.
         hidden: the states that `keep_hidden` has kept.
-    Returns: the new scores, and the hidden states [row, embed] of the tokens in `StepPlan.sampled`.
+    Returns: the new scores, and the hidden states [row, embed] of the rows' last tokens.
     """
     if scores is None:
-        return None, hidden[plan.sampled.tokens] if shapes.keeps_all_hidden else hidden
+        return None, hidden
     rows = _Rows(state, plan)
     scores = _score_tokens(model, state, scores, hidden, plan, rows, shapes.block_tokens)
     scores = run_if(jnp.any(rows.active), lambda scores: _keep_ends(state, scores, hidden, plan, rows, shapes), scores)
-    return _set_aside(state, scores, plan, rows), hidden[plan.sampled.tokens]
+    return _set_aside(state, scores, plan, rows), hidden[last_tokens(plan.cu_q_lens)]
 
 
 class _Rows:
@@ -94,10 +94,10 @@ class _Rows:
         def column(values: Array) -> Array:
             return gather(values, slots, 0)
 
-        self.begin = column(table.num_computed)
+        self.begin = plan.of_rows(table.num_computed)
         """First position that the step computes, scored or not."""
         self.prompt_lens = column(table.prompt_lens)
-        end = self.begin + column(plan.take)
+        end = self.begin + plan.cu_q_lens[1:] - plan.cu_q_lens[:-1]
         scored = gather(scored_slots(state), slots, False)
         self.active = scored & (self.begin < self.prompt_lens) & (end > self.begin)
         self.end = jnp.where(self.active, jnp.minimum(end, self.prompt_lens), 0)

@@ -5,6 +5,9 @@ import dataclasses
 from levanter_infer.kernels import MIN_ROWS
 from levanter_infer.policies import AdmissionPolicy
 
+_DRAFT_ROWS = 16
+"""Rows that engines of fewer sequences have for drafts, at most."""
+
 
 @dataclasses.dataclass(frozen=True)
 class SamplingLimits:
@@ -148,8 +151,9 @@ class Shapes:
 
     @property
     def max_rows(self) -> int:
-        """Rows of the largest bucket: of all sequences, or of one with its draft."""
-        return max(self.max_seqs, MIN_ROWS, 1 + self.num_drafts)
+        """Rows of the largest bucket: of all sequences, or of few and their drafts."""
+        drafts = 0 if self.speculation is None else min(-(-(1 + self.num_drafts) // 8) * 8, _DRAFT_ROWS)
+        return max(self.max_seqs, MIN_ROWS, drafts)
 
     @property
     def num_drafts(self) -> int:
@@ -192,11 +196,6 @@ class Shapes:
     def transfer_pages(self) -> int:
         """Pages that one program moves between pool and host: those of 256 tokens, or of the longest sequence."""
         return max(1, min(256, self.max_seq_len) // self.page_size)
-
-    @property
-    def keeps_all_hidden(self) -> bool:
-        """Whether a step keeps the hidden states of all its tokens, and not only of the last one of each row."""
-        return self.scoring is not None or self.speculation is not None
 
     @property
     def ring_size(self) -> int:

@@ -1,10 +1,11 @@
 """Speculative decoding by prompt lookup: a sequence's own tokens propose its next ones, and the step verifies them.
 
 Where the last tokens of a sequence have occurred in it before, the tokens that followed them there are the *draft*.
-The step computes the draft behind the token that it has to compute anyway, as one chunk, and samples at each position
-with the random numbers of that position. The draft is accepted as far as it is what was sampled, and the first token
-that differs is the sampled one. So no token depends on the drafts: with `numerics: batch_invariant` the tokens are, to
-the bit, those without speculation. There is no rejection sampling, which keeps a distribution and not the tokens.
+The step computes the draft behind the token that it has to compute anyway, each token as a row of its own, and samples
+at each position with the random numbers of that position. The draft is accepted as far as it is what was sampled, and
+the first token that differs is the sampled one. So no token depends on the drafts: with `numerics: batch_invariant` the
+tokens are, to the bit, those without speculation. There is no rejection sampling, which keeps a distribution and not
+the tokens.
 
 A draft has no more tokens than the match that it follows: while a text is copied, it grows with each step, and where
 only a phrase occurs again, little is rejected.
@@ -39,8 +40,11 @@ def propose(state: DecodeState, shapes: Shapes, take: Array) -> tuple[DecodeStat
     if sizes is None:
         return state, None
     most, most_rows = _most_drafts(state, shapes, sizes, take), min(sizes.rows, shapes.max_rows)
-    rows = jnp.sum(take > 0, dtype=jnp.int32)
-    spare = jnp.minimum(most_rows - rows, shapes.buckets[-1] - jnp.sum(take, dtype=jnp.int32))
+    rows, tokens = jnp.sum(take > 0, dtype=jnp.int32), jnp.sum(take, dtype=jnp.int32)
+    # A step with prompt chunks keeps its bucket, and one without has all rows.
+    buckets = jnp.asarray([size for size in shapes.buckets if size >= shapes.max_rows], jnp.int32)
+    bucket = jnp.min(jnp.where(buckets >= tokens, buckets, shapes.buckets[-1]))
+    spare = jnp.minimum(most_rows - rows, bucket - tokens)
 
     def look_up(carry: tuple[Array, Array]) -> tuple[Array, Array]:
         tokens, _ = carry
@@ -58,20 +62,17 @@ def propose(state: DecodeState, shapes: Shapes, take: Array) -> tuple[DecodeStat
         tokens = scatter(tokens, (row, lens[:, None] + place), draft)
         return tokens, scatter(jnp.zeros(shapes.num_slots, jnp.int32), slots, own)
 
-    tokens, drafts = state.sequences.tokens, full(shapes.num_slots, 0)
+    nothing = state.sequences.tokens, full(shapes.num_slots, 0)
     with jax.named_scope(scopes.SPECULATION):
-        tokens, drafts = run_if((spare > 0) & jnp.any(most > 0), look_up, (tokens, drafts))
-    return replace(state, sequences=replace(state.sequences, tokens=tokens)), drafts
+        known, drafts = run_if((spare > 0) & jnp.any(most > 0), look_up, nothing)
+    return replace(state, sequences=replace(state.sequences, tokens=known)), drafts
 
 
 def _most_drafts(state: DecodeState, shapes: Shapes, sizes: SpeculationShapes, take: Array) -> Array:
     """Draft tokens that each slot can have, i32[seq]: of those that decode, within their page and their length. Beams
     have none, nor has a sequence whose next mask the host writes."""
     table = state.sequences
-    decodes = (take == 1) & (table.seq_lens - table.num_computed == 1)
-    every = jnp.ones_like(decodes)
-    (searches,) = state.beams.rows_that_emit(jnp.arange(shapes.num_slots, dtype=jnp.int32), every, ())
-    decodes &= ~searches
+    decodes = state.beams.sampling((take == 1) & (table.seq_lens - table.num_computed == 1))
     if state.constraints is not None:
         decodes &= ~state.constraints.guided
     of_page = shapes.page_size - 1 - offset_of(table.num_computed, shapes.page_size)
@@ -112,17 +113,17 @@ def lookup(tokens: Array, lens: Array, sizes: SpeculationShapes) -> tuple[Array,
     return jnp.where(best >= sizes.lookup_min, best, 0), draft
 
 
-def row_states(state: DecodeState, slots: Array, ahead: Array, most: int) -> Array | None:
-    """The state of the automaton that constrains each sampled row, i32[row]: that of its slot, moved on by the draft
-    tokens before the row. None: no request is constrained.
+def row_states(state: DecodeState, slots: Array, ahead: Array | None, most: int) -> Array | None:
+    """The state of the automaton that constrains each row, i32[row]: that of its slot, moved on by the draft tokens
+    before the row. None: no request is constrained.
 
-    Args: slots, ahead: i32[row], as of `SampledRows`; most: `Shapes.num_drafts`.
+    Args: slots, ahead: i32[row], as in `StepPlan`; most: `Shapes.num_drafts`.
     """
     constraints, table = state.constraints, state.sequences
     if constraints is None:
         return None
     states, lens = gather(constraints.states, slots, 0), gather(table.seq_lens, slots, 0)
-    if most == 0:
+    if ahead is None:
         return states
 
     def behind_drafts(states: Array) -> Array:
@@ -137,7 +138,7 @@ def row_states(state: DecodeState, slots: Array, ahead: Array, most: int) -> Arr
 
 
 def reached(agrees: Array, ahead: Array) -> Array:
-    """The sampled rows whose draft is accepted up to them, bool[row].
+    """The rows whose draft is accepted up to them, bool[row].
 
     Args:
         agrees: bool[row], whether the sampled token is the next one of the draft, and does not end the sequence.

@@ -43,7 +43,7 @@ class Counters(eqx.Module):
     draft_tokens: Int32[Array, ""]
     """Tokens proposed by speculative decoding."""
     accepted_tokens: Int32[Array, ""]
-    """Those of them that were sampled."""
+    """Those of them that were sampled, but for one that ended its sequence: each saved a step."""
     copied_pages: Int32[Array, ""]
     """Pages copied on write."""
     forks: Int32[Array, ""]

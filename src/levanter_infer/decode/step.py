@@ -169,24 +169,23 @@ def forward(
 def sample_rows(
     model, state: DecodeState, hidden: Array, plan: StepPlan, shapes: Shapes, logits_mod: LogitsMod | None = None
 ) -> SampleOutput:
-    """Logits and a sampled token of each of `plan.sampled`, from the hidden states [row, embed] of these tokens.
+    """Logits and a sampled token of each row, from the hidden states [row, embed] of the rows' last tokens.
 
-    One row may be a prompt that goes on in the next step: its sample is not used.
+    The last row may be a prompt that goes on in the next step: its sample is not used.
     """
-    of_plan, table, count = plan.sampled, state.sequences, shapes.sampled_rows
-    states = row_states(state, of_plan.slot_ids, of_plan.ahead, shapes.num_drafts)
-    logits = head(model, hidden, of_plan.num_rows, shapes)
-    stats = LogitStats.of_kernel(model.backend, logits, of_plan.num_rows, model.vocab)
+    logits = head(model, hidden, plan, shapes)
+    table = state.sequences
+    count, states = shapes.sampled_rows, row_states(state, plan.slot_ids, plan.ahead, shapes.num_drafts)
+    stats = LogitStats.of_kernel(model.backend, logits, plan.num_rows, model.vocab)
 
-    def history_of(slots: Array, ahead: Array) -> History:
-        lens = gather(table.seq_lens, slots, 0) + ahead
+    def history_of(slots: Array, lens: Array) -> History:
         prompt_lens = gather(table.prompt_lens, slots, 0)
         return History(positions=lens, tokens=table.tokens, slot_ids=slots, prompt_lens=prompt_lens, seq_lens=lens)
 
     def result_of(
-        logits: Array, slots: Array, ahead: Array, states: Array | None, stats: LogitStats | None
+        logits: Array, slots: Array, lens: Array, states: Array | None, stats: LogitStats | None
     ) -> SampleOutput:
-        asked, history = state.sampling.rows(slots), history_of(slots, ahead)
+        asked, history = state.sampling.rows(slots), history_of(slots, lens)
         modified, memory, finite = None, None, True
         if logits_mod is not None:
             of_mod = (slots, table.tokens, history.prompt_lens, history.seq_lens)
@@ -205,13 +204,14 @@ def sample_rows(
         offered = candidates(state.beams, logits, asked, history, stats, model.vocab, max_beams=shapes.max_beams)
         return dataclasses.replace(sampled, finite=sampled.finite & finite, candidates=offered, memory=memory)
 
-    rows = (logits, of_plan.slot_ids, of_plan.ahead, states, stats)
+    lens = plan.of_rows(table.seq_lens)
+    rows = (logits, plan.slot_ids, lens, states, stats)
     if count is None:
         return result_of(*rows)
     best_of = None  # bool[row] of `takes_best`, and the statistics for `sample_best`; None: they do not suffice
     if logits_mod is None and shapes.max_beams == 0 and stats is not None and stats.best is not None:
-        asked, masks = state.sampling.rows(of_plan.slot_ids), masks_of(state.constraints, of_plan.slot_ids, states)
-        best_of = takes_best(asked, history_of(of_plan.slot_ids, of_plan.ahead), model.vocab, masks), stats
+        asked, masks = state.sampling.rows(plan.slot_ids), masks_of(state.constraints, plan.slot_ids, states)
+        best_of = takes_best(asked, history_of(plan.slot_ids, lens), model.vocab, masks), stats
 
     def body(carry):
         # A slice that would pass the end starts earlier, and some rows are sampled again, with the same result.
@@ -233,21 +233,20 @@ def sample_rows(
         return first + count, sampled
 
     nothing = dataclasses.replace(empty_sample(shapes), memory=logits_mod and logits_mod.of_rows(shapes.max_rows))
-    return jax.lax.while_loop(lambda carry: carry[0] < of_plan.num_rows, body, (jnp.int32(0), nothing))[1]
+    return jax.lax.while_loop(lambda carry: carry[0] < plan.num_rows, body, (jnp.int32(0), nothing))[1]
 
 
-def head(model, hidden: Array, num_rows: Array, shapes: Shapes) -> Array:
-    """Logits of the first `num_rows` rows for this device's part of the vocabulary, f32[row, vocab]. The head runs on
-    these only."""
+def head(model, hidden: Array, plan: StepPlan, shapes: Shapes) -> Array:
+    """Logits of each row for this device's part of the vocabulary, f32[row, vocab]. The head runs on used rows only."""
     embed = model.embed
     if shapes.block_tokens is not None:
-        return logits_in_blocks(model, hidden, num_rows, shapes.block_tokens)
+        return logits_in_blocks(model, hidden, plan.num_rows, shapes.block_tokens)
 
     def logits_of(rows: int) -> Array:
-        return model.logits(hax.named(hidden[:rows], (ROW, embed)), num_rows).rearrange((ROW, ...)).array
+        return model.logits(hax.named(hidden[:rows], (ROW, embed)), plan.num_rows).rearrange((ROW, ...)).array
 
     zeros = jnp.zeros((shapes.max_rows, model.vocab.part_size), jnp.float32)
-    return model.backend.bucketed(logits_of, num_rows, shapes.row_buckets, zeros)
+    return model.backend.bucketed(logits_of, plan.num_rows, shapes.row_buckets, zeros)
 
 
 def empty_sample(shapes: Shapes) -> SampleOutput:
@@ -268,17 +267,16 @@ def batch_info(state: DecodeState, plan: StepPlan, shapes: Shapes) -> PageBatchI
     """The plan as the model sees it, in the largest bucket."""
     table, size = state.sequences, shapes.page_size
     slots, bounds = plan.slot_ids, plan.cu_q_lens
-    row, item, valid = ragged_index(bounds[1:] - bounds[:-1], jnp.int32(0), shapes.buckets[-1])
+    q_lens, begin = bounds[1:] - bounds[:-1], plan.of_rows(table.num_computed)
+    row, item, valid = ragged_index(q_lens, jnp.int32(0), shapes.buckets[-1])
     slot = gather(slots, row, table.num_slots)
-    computed = table.num_computed
-    position = jnp.where(valid, gather(computed, slot, 0) + item, 0)
+    position = jnp.where(valid, gather(begin, row, 0) + item, 0)
     page = gather(table.page_indices, (slot, page_of(position, size)), shapes.num_pages)
     dests = jnp.where(valid, page * size + offset_of(position, size), shapes.num_pages * size)
-    seq_lens = gather(computed + plan.take, slots, 0)
     page_indices = gather(table.page_indices, slots, shapes.num_pages)
 
     def of_window(each: WindowPages) -> WindowBatch:
-        pages = each.seen_from(page_indices, gather(computed, slots, 0), shapes.max_step_tokens)
+        pages = each.seen_from(page_indices, begin, shapes.max_step_tokens)
         dests = jnp.where(valid, each.of(page) * size + offset_of(position, size), each.num_pages * size)
         return WindowBatch(hax.named(pages, (ROW, SEQ_PAGE)), hax.named(dests, (TOKEN,)))
 
@@ -287,7 +285,7 @@ def batch_info(state: DecodeState, plan: StepPlan, shapes: Shapes) -> PageBatchI
         positions=hax.named(position, (TOKEN,)),
         slot_ids=hax.named(slots, (ROW,)),
         cu_q_lens=hax.named(bounds, (ROW_BOUND,)),
-        seq_lens=hax.named(seq_lens, (ROW,)),
+        seq_lens=hax.named(begin + q_lens, (ROW,)),
         page_indices=hax.named(page_indices, (ROW, SEQ_PAGE)),
         num_seqs=hax.named(plan.num_rows, ()),
         new_token_dests=hax.named(dests, (TOKEN,)),
@@ -311,10 +309,8 @@ def append(
     """
     table = state.sequences
     num_slots = table.num_slots
-    rows = plan.sampled
-    slots, lens = rows.slot_ids, gather(table.seq_lens, rows.slot_ids, 0) + rows.ahead
+    slots, lens = plan.slot_ids, plan.of_rows(table.seq_lens)
     samples = rows_that_sample(state, plan)
-    states = row_states(state, slots, rows.ahead, shapes.num_drafts)
     left = gather(table.max_lens, slots, 0) - lens
     failed = samples & ~sampled.possible
     emits = samples & sampled.possible & (left > 0)  # a prompt may be scored without generating
@@ -323,13 +319,13 @@ def append(
     stopped = emits & _stops(state, slots, lens, sampled.tokens, shapes)
     done = failed | stopped | ends
     computed, writes = table.num_computed + plan.known, emits
-    if plan.drafts is not None:
-        has_more = rows.ahead < gather(plan.drafts, slots, 0)
+    if plan.drafts is not None and plan.ahead is not None:
+        has_more = plan.ahead < gather(plan.drafts, slots, 0)
         agrees = emits & ~done & has_more & (gather(table.tokens, (slots, lens), 0) == sampled.tokens)
-        accepted = reached(agrees, rows.ahead)
+        accepted = reached(agrees, plan.ahead)
         emits, done, agrees = emits & accepted, done & accepted, agrees & accepted
         computed = scatter_add(computed, jnp.where(agrees, slots, num_slots), 1)
-        writes = emits & ~agrees  # what agrees is there
+        writes = emits & ~agrees  # a draft token that agrees is in the table
 
     writer = jnp.where(writes, slots, num_slots)
     tokens = put(table.tokens, writer, lens, sampled.tokens)
@@ -347,7 +343,9 @@ def append(
         state,
         sequences=replace(table, tokens=tokens, seq_lens=seq_lens, num_computed=computed),
         counters=counters,
-        constraints=advanced(state.constraints, writer, states, sampled.tokens),
+        constraints=advanced(
+            state.constraints, writer, row_states(state, plan.slot_ids, plan.ahead, shapes.num_drafts), sampled.tokens
+        ),
     )
     state = leave_behind(state, table.num_computed)
     state = insert_prefix(state, shapes, may_insert(state, filled, shapes), finished & has_failed(reasons))
@@ -363,9 +361,8 @@ def append(
 
 
 def rows_that_sample(state: DecodeState, plan: StepPlan) -> Array:
-    """Sampled rows of sequences whose last known token the step has computed, so that the next one is sampled,
-    bool[row]."""
-    table, slots = state.sequences, plan.sampled.slot_ids
+    """Rows of sequences whose last known token the step has computed, so that the next one is sampled, bool[row]."""
+    table, slots = state.sequences, plan.slot_ids
     computed = gather(table.num_computed + plan.known, slots, 0)
     return (computed == gather(table.seq_lens, slots, 0)) & (slots < table.num_slots)
 
@@ -376,7 +373,7 @@ def remembered(
     """State of a `logits_mod` after a step. Args: state: before the sampled tokens are stored."""
     if logits_mod is None:
         return None
-    writer = jnp.where(rows_that_sample(state, plan), plan.sampled.slot_ids, state.sequences.num_slots)
+    writer = jnp.where(rows_that_sample(state, plan), plan.slot_ids, state.sequences.num_slots)
     return logits_mod.remember(writer, sampled.memory)
 
 

@@ -120,10 +120,10 @@ class EngineConfig:
     """Speculative decoding by prompt lookup: draft tokens of a sequence in one step, at most. 0: off. Where the last
     tokens of a sequence have occurred in it before, as many of the tokens behind them are computed in the same step,
     and accepted as far as they are what is sampled. It shortens the time of few sequences that copy from their
-    prompts."""
+    prompts. Drafts take rows that running sequences leave free of max(`max_seqs`, 16), and end with their page."""
     prompt_lookup_max: int | None = None
-    """Last tokens of a sequence that prompt lookup looks for, at most, and so the length of a draft. Default
-    `num_speculative_tokens`."""
+    """Last tokens of a sequence that prompt lookup looks for, at most; a draft is no longer than what it finds. Default
+    `num_speculative_tokens`, or `prompt_lookup_min` if that is more."""
     prompt_lookup_min: int | None = None
     """Last tokens that have to have occurred for a draft. Default 3."""
     max_round_steps: int = 64
@@ -152,7 +152,7 @@ class EngineConfig:
         return super().__new__(cls)
 
     def __post_init__(self):
-        for name in ("page_size", "max_pages", "max_seq_len", "max_step_tokens", "state_snapshots", *_LOOKUP):
+        for name in ("page_size", "max_pages", "max_seq_len", "max_step_tokens", "state_snapshots"):
             if getattr(self, name) is not None:
                 _check_whole(name, getattr(self, name), 1)
         for name in ("max_seqs", "max_round_steps", "max_constraints", "constraint_bytes"):
@@ -187,11 +187,19 @@ class EngineConfig:
 
     def _check_speculation(self) -> None:
         _check_whole("num_speculative_tokens", self.num_speculative_tokens, 0, MAX_DRAFT_TOKENS)
+        for name in _LOOKUP:
+            if getattr(self, name) is not None:
+                _check_whole(name, getattr(self, name), 1, MAX_DRAFT_TOKENS)
         least, most = self.prompt_lookup
-        if least > most or most > MAX_DRAFT_TOKENS:
+        if least > most:
             raise ValueError(
-                f"engine.prompt_lookup_min={least}, engine.prompt_lookup_max={most}: expected 1 <= prompt_lookup_min "
-                f"<= prompt_lookup_max <= {MAX_DRAFT_TOKENS}"
+                f"engine.prompt_lookup_min={least} exceeds engine.prompt_lookup_max={most}; raise the second or lower "
+                "the first"
+            )
+        if self.num_speculative_tokens and self.page_size == 1:
+            raise ValueError(
+                f"engine.num_speculative_tokens={self.num_speculative_tokens} and engine.page_size=1: a draft ends "
+                "with its page; raise engine.page_size, or leave one of them out"
             )
         for name in _LOOKUP:
             if getattr(self, name) is not None and self.num_speculative_tokens == 0:

@@ -52,7 +52,7 @@ _DECLARED = (
     _round("prompt_tokens", "tokens", "of submitted prompts"),
     _round("generated_tokens", "tokens", "sampled", "generated"),
     _round("draft_tokens", "tokens", "proposed by speculative decoding", "draft_tokens"),
-    _round("accepted_tokens", "tokens", "of these drafts that were sampled", "accepted_tokens"),
+    _round("accepted_tokens", "tokens", "of these drafts that saved a step", "accepted_tokens"),
     _round("scored_tokens", "tokens", "of prompts whose log probability was computed"),
     _round("computed_prompt_tokens", "tokens", "computed in prompt chunks, recomputed ones included", "prompt_tokens"),
     _round("recomputed_tokens", "tokens", "whose stored K/V a preemption or change of weights dropped", "recomputed"),
