@@ -11,6 +11,8 @@ from levanter_infer.engine.config import EngineConfig
 from levanter_infer.engine.engine import InferenceEngine
 from levanter_infer.engine.params import SamplingParams
 from levanter_infer.engine.request import Request
+from levanter_infer.kernels.tpu.sizes import Tile
+from levanter_infer.kernels.tpu.tiling import Tiles
 from tests.engine.comparisons import Blocks, Resampling, all_kinds, expected, make_engine, serve
 from tests.family_cases import load
 from tests.golden_cases import load_case
@@ -97,6 +99,30 @@ def test_bits_in_blocks_are_those_without_drafts(platform):
     pool = dict(max_seqs=8, page_size=16, max_step_tokens=40)
     done = compare(20, {}, pool, blocks=Blocks(platform=platform), dtype="bfloat16")
     assert done["accepted_tokens"] > 5, done
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("platform", ["tpu", "gpu"])
+def test_tokens_of_the_kernels_in_their_interpreters_are_those_without_drafts(platform):
+    """In the default mode, where draft tokens take the kernels of decode tokens, in one page with one another."""
+    tiles = Tiles(Tile(32, 2, 1), Tile(32, 2, 1, 8)) if platform == "tpu" else None
+    matmul = "tpu_interpret" if platform == "tpu" else "xla"
+    blocks = Blocks(platform, matmul=matmul, attention=f"{platform}_interpret", is_apart=False, tiles=tiles)
+    sizes = dict(max_seqs=4, max_seq_len=64, page_size=16, max_step_tokens=32, numerics="default", blocks=blocks)
+    model, rng = tiny_model(dtype="bfloat16", num_hidden_layers=1, vocab_size=VOCAB), np.random.default_rng(0)
+    requests = [
+        Request(
+            prompt_token_ids=rng.integers(0, VOCAB, 5 + 3 * i).tolist(),
+            sampling=SamplingParams(max_tokens=24, seed=i, temperature=float(i % 2)),
+        )
+        for i in range(5)
+    ]
+    found = []
+    for drafts in ({}, DRAFTS):
+        engine = make_engine(model=model, **sizes, **drafts)
+        outputs = engine.generate(requests)
+        found.append([output.completions[0].token_ids for output in outputs])
+    assert found[0] == found[1] and engine.stats()["accepted_tokens"] > 20
 
 
 @pytest.mark.slow
