@@ -45,22 +45,21 @@ def few_tokens(case: Request | Resampling) -> Request | Resampling:
     return dataclasses.replace(case, prompt_token_ids=ids, sampling=sampling)
 
 
-def compare(count: int, plain: dict, *configs: dict, blocks: Blocks | None = None, **others) -> dict[str, int]:
+def compare(count: int, config: dict, blocks: Blocks | None = None, **others) -> dict[str, int]:
     """Serve requests of all kinds with drafts, and compare bits with each alone without. Returns: what has happened."""
     cases = [few_tokens(case) for case in all_kinds(count, seed=3)]
     others = dict(family={"vocab_size": VOCAB}, blocks=blocks, with_beams=True) | others
-    alone = make_engine(**{"max_seqs": 4, "page_size": 8, "prefix_cache": False, **others, **plain})
+    alone = make_engine(**{"max_seqs": 4, "page_size": 8, "prefix_cache": False, **others})
     own = {i: expected(alone, case, None) for i, case in enumerate(cases) if isinstance(case, Request)}
     done = dict.fromkeys(("draft_tokens", "accepted_tokens", "preemptions", "prefix_hits", "forks", "resampled"), 0)
-    for config in configs:
-        engine = make_engine(**{**others, **DRAFTS, **config})
-        for i, (found, prefixes) in enumerate(serve(engine, cases)):
-            assert found == (own[i] if i in own else expected(alone, cases[i], prefixes)), cases[i]
-            done["resampled"] += prefixes is not None
-        check_invariants(engine.state.decode)
-        assert engine.stats()["pages_free"] == engine.shapes.num_pages
-        for name in set(done) - {"resampled"}:
-            done[name] += engine.stats()[name]
+    engine = make_engine(**{**others, **DRAFTS, **config})
+    for i, (found, prefixes) in enumerate(serve(engine, cases)):
+        assert found == (own[i] if i in own else expected(alone, cases[i], prefixes)), cases[i]
+        done["resampled"] += prefixes is not None
+    check_invariants(engine.state.decode)
+    assert engine.stats()["pages_free"] == engine.shapes.num_pages
+    for name in set(done) - {"resampled"}:
+        done[name] += engine.stats()[name]
     assert alone.stats()["draft_tokens"] == 0
     return done
 
@@ -69,7 +68,7 @@ def compare(count: int, plain: dict, *configs: dict, blocks: Blocks | None = Non
 def test_bits_are_those_without_drafts(dtype):
     """Samples, beams, constraints, stops, penalties, scores, forks; cached, preempted, in chunks."""
     pool = dict(max_seqs=8, page_size=16, max_step_tokens=24, max_pages=10)
-    done = compare(40, {}, pool, dtype=dtype)
+    done = compare(40, pool, dtype=dtype)
     assert all(done.values()) and done["accepted_tokens"] > 20, done
 
 
@@ -97,7 +96,7 @@ def test_bits_on_other_pages_are_those_without_drafts(dtype):
 def test_bits_in_blocks_are_those_without_drafts(platform):
     """As on a TPU and a GPU: a draft may go on in the next block."""
     pool = dict(max_seqs=8, page_size=16, max_step_tokens=40)
-    done = compare(20, {}, pool, blocks=Blocks(platform=platform), dtype="bfloat16")
+    done = compare(20, pool, blocks=Blocks(platform=platform), dtype="bfloat16")
     assert done["accepted_tokens"] > 5, done
 
 

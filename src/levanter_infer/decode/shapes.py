@@ -65,7 +65,7 @@ class SpeculationShapes:
     lookup_min: int
     """Last tokens that have to occur in it."""
     rows: int
-    """Sampled rows of a step with drafts, at most."""
+    """Rows of a step with drafts, at most."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -56,7 +56,7 @@ def propose(state: DecodeState, shapes: Shapes, take: Array) -> tuple[DecodeStat
         found = own > 0
         rank, count = cumsum(found), jnp.maximum(jnp.sum(found, dtype=jnp.int32), 1)
         share = spare // count + (rank <= spare % count).astype(jnp.int32)
-        own = jnp.where(found, jnp.minimum(own, share), 0)
+        own = jnp.minimum(own, share)
         place = jnp.arange(sizes.num_tokens, dtype=jnp.int32)[None, :]
         row = jnp.where(place < own[:, None], slots[:, None], shapes.num_slots)
         tokens = scatter(tokens, (row, lens[:, None] + place), draft)
