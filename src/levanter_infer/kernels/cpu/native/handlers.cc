@@ -458,15 +458,26 @@ ffi::Error attention(ffi::ThreadPool threads, ffi::Buffer<ffi::F32> q, ffi::AnyB
     int64_t first, count, head_begin, head_end;
   };
   const Kernels& kernels = kernels_for(isa);
-  const int64_t queries = kernels.queries(args.query_heads / args.kv_heads);
-  std::vector<Piece> pieces;
   for (int64_t row = 0; row < rows; ++row) {
-    const int64_t begin = args.cu_q_lens[row], end = std::min<int64_t>(args.cu_q_lens[row + 1], tokens);
-    if ((row == 0 && begin != 0) || begin > args.cu_q_lens[row + 1])
+    if ((row == 0 && args.cu_q_lens[0] != 0) || args.cu_q_lens[row] > args.cu_q_lens[row + 1])
       return invalid("attention: cu_q_lens does not ascend from 0");
     if (args.seq_lens[row] > args.max_pages * args.page_size) return invalid("attention: a row is out of range");
-    for (int64_t first = begin; first < end; first += queries)
-      pieces.push_back({static_cast<int32_t>(row), first, std::min(queries, end - first), 0, args.kv_heads});
+  }
+  const auto pieces_of = [&](int64_t queries) {
+    std::vector<Piece> pieces;
+    for (int64_t row = 0; row < rows; ++row) {
+      const int64_t end = std::min<int64_t>(args.cu_q_lens[row + 1], tokens);
+      for (int64_t first = args.cu_q_lens[row]; first < end; first += queries)
+        pieces.push_back({static_cast<int32_t>(row), first, std::min(queries, end - first), 0, args.kv_heads});
+    }
+    return pieces;
+  };
+  int64_t queries = kernels.queries(args.query_heads / args.kv_heads);
+  std::vector<Piece> pieces = pieces_of(queries);
+  // Large query blocks pack keys and values less often, but should be enough for all threads.
+  if (static_cast<int64_t>(pieces.size()) * args.kv_heads < 2 * threads.num_threads()) {
+    queries = std::min(queries, FEW_QUERIES);
+    pieces = pieces_of(queries);
   }
   // With few query blocks, a piece of work is one kv head of one. With many it is all heads, so that a token's keys and
   // values of all heads are read together.

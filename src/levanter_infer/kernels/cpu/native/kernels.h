@@ -85,7 +85,7 @@ constexpr int64_t PIECES = 8, MAX_PANELS = 8;  // pieces of work per thread that
 constexpr int64_t MASK_WORDS = 128;  // the words of a mask are a multiple of it, and so of LANES
 constexpr int64_t READ_STEP = 512, READ_PIECE = 1 << 20;  // bytes that `read_all` reads at once; per piece of work
 constexpr int KEYS = 32;             // keys per turn of the online softmax
-constexpr int64_t QUERIES = 8;  // queries per query block where vectors compute
+constexpr int64_t FEW_QUERIES = 8;  // queries per query block, at most, where larger ones would be too few
 
 struct Block {
   int64_t first, rows;
