@@ -10,7 +10,7 @@ import pytest
 from levanter_infer.cache.arrays import replace
 from levanter_infer.decode.beam_table import BeamParams
 from levanter_infer.decode.codes import RUNNING
-from levanter_infer.decode.schedule import pack, with_drafts
+from levanter_infer.decode.schedule import pack
 from levanter_infer.decode.sequence_table import in_order
 from levanter_infer.decode.shapes import SamplingLimits, Shapes, SpeculationShapes
 from levanter_infer.decode.speculation import lookup, propose, reached
@@ -163,8 +163,9 @@ def test_every_draft_token_is_a_row():
     text = [4, 4, *TEXT]
     state = state_of([text, [0, 1, 2, 3], text, [1] * 9], [40] * 4, [9, 3, 9, 6])
     shapes = dataclasses.replace(SHAPES, max_seqs=8, num_slots=8)
-    plain = pack(state, shapes, in_order(state.sequences), jnp.asarray([1, 1, 1, 3, 0, 0], jnp.int32))
-    plan = with_drafts(plain, jnp.asarray([2, 0, 1, 0, 0, 0], jnp.int32))
+    order, take = in_order(state.sequences), jnp.asarray([1, 1, 1, 3, 0, 0], jnp.int32)
+    plain = pack(state, shapes, order, take, None)
+    plan = pack(state, shapes, order, take, jnp.asarray([2, 0, 1, 0, 0, 0], jnp.int32))
     assert plain.slot_ids.tolist()[:5] == [0, 1, 2, 3, 6] and plan.slot_ids.tolist() == [0, 0, 0, 1, 2, 2, 3, 6]
     assert plan.ahead is not None and plan.ahead.tolist() == [0, 1, 2, 0, 0, 1, 0, 0]
     assert plan.cu_q_lens.tolist() == [0, 1, 2, 3, 4, 5, 6, 9, 9]

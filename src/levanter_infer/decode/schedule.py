@@ -18,7 +18,7 @@ from levanter_infer.decode.prefix import match_prefix
 from levanter_infer.decode.sequence_table import in_order, is_ready
 from levanter_infer.decode.shapes import Shapes
 from levanter_infer.decode.snapshots import StatePlan, tokens_to_bound, whole_pages
-from levanter_infer.decode.speculation import propose
+from levanter_infer.decode.speculation import propose, row_states
 from levanter_infer.decode.state import DecodeState
 
 
@@ -40,6 +40,8 @@ class StepPlan(eqx.Module):
     that the sequence has to compute. None: there is no speculation."""
     drafts: Array | None = None
     """[seq] draft tokens among those of `take`; None: there is no speculation."""
+    automaton_states: Array | None = None
+    """[row] state of the automaton that constrains the row's token; None: no request is constrained."""
 
     @property
     def known(self) -> Array:
@@ -64,9 +66,9 @@ def schedule(state: DecodeState, shapes: Shapes) -> tuple[DecodeState, StepPlan,
     state, take, needed = preempt(state, order, take)
     state, source, target = allocate_pages(state, shapes, needed)
     state, drafts = propose(state, shapes, take)
-    plan = pack(state, shapes, order, take)
-    plan = plan if drafts is None else with_drafts(plan, drafts)
-    return state, replace(plan, states=states), source, target
+    plan = pack(state, shapes, order, take, drafts)
+    automaton_states = row_states(state, plan.slot_ids, plan.ahead, shapes)
+    return state, replace(plan, states=states, automaton_states=automaton_states), source, target
 
 
 def start_waiting(state: DecodeState, shapes: Shapes, order: Array) -> DecodeState:
@@ -120,8 +122,12 @@ def choose_tokens(
     return jnp.where(decodes, 1, scatter(jnp.zeros_like(pending), order, chunk))
 
 
-def pack(state: DecodeState, shapes: Shapes, order: Array, take: Array) -> StepPlan:
-    """Order the chosen tokens into rows, decode tokens first."""
+def pack(state: DecodeState, shapes: Shapes, order: Array, take: Array, drafts: Array | None) -> StepPlan:
+    """Order the chosen tokens into rows, decode tokens first; each draft token is a row behind those of its sequence.
+
+    Args: drafts: i32[seq]; None: there is no speculation.
+    Requires: only sequences that decode have drafts, and there are rows for all.
+    """
     table = state.sequences
     columns = dict(take=take, pending=table.seq_lens - table.num_computed)
     found = gather_together(columns, order, dict.fromkeys(columns, 0))
@@ -131,36 +137,21 @@ def pack(state: DecodeState, shapes: Shapes, order: Array, take: Array) -> StepP
     num_decodes = jnp.sum(decodes, dtype=jnp.int32)
     row = jnp.where(decodes, cumsum(decodes), num_decodes + cumsum(chunks))
     row = jnp.where(in_order > 0, row - 1, shapes.max_rows)
-    slot_ids = scatter(full(shapes.max_rows, table.num_slots), row, order)
-    q_lens = gather(take, slot_ids, 0)
-    bounds = cumsum(q_lens)
-    return StepPlan(
-        take=take,
-        slot_ids=slot_ids,
-        cu_q_lens=jnp.concatenate([jnp.zeros(1, jnp.int32), bounds]),
-        num_rows=jnp.sum(in_order > 0, dtype=jnp.int32),
-        num_tokens=bounds[-1],
-    )
-
-
-def with_drafts(plan: StepPlan, drafts: Array) -> StepPlan:
-    """The plan with rows for draft tokens, i32[seq], behind those of their sequences.
-
-    Requires: only sequences that decode have drafts, and there are rows for all.
-    """
-    num_rows, take = plan.slot_ids.shape[0], plan.take
-    counts = jnp.where(plan.slot_ids < take.shape[0], 1 + gather(drafts, plan.slot_ids, 0), 0)
-    row, ahead, used = ragged_index(counts, jnp.int32(0), num_rows)
-    slot_ids = gather(plan.slot_ids, row, take.shape[0])
+    slot_ids, num_rows = scatter(full(shapes.max_rows, table.num_slots), row, order), jnp.sum(in_order > 0)
+    ahead = None
+    if drafts is not None:
+        counts = jnp.where(slot_ids < table.num_slots, 1 + gather(drafts, slot_ids, 0), 0)
+        row, ahead, used = ragged_index(counts, jnp.int32(0), shapes.max_rows)
+        slot_ids, ahead = gather(slot_ids, row, table.num_slots), jnp.where(used, ahead, 0)
+        num_rows = jnp.sum(counts)
     bounds = cumsum(gather(take, slot_ids, 0))
-    return replace(
-        plan,
-        take=take + drafts,
+    return StepPlan(
+        take=take if drafts is None else take + drafts,
         slot_ids=slot_ids,
         cu_q_lens=jnp.concatenate([jnp.zeros(1, jnp.int32), bounds]),
-        num_rows=jnp.sum(counts, dtype=jnp.int32),
+        num_rows=num_rows.astype(jnp.int32),
         num_tokens=bounds[-1],
-        ahead=jnp.where(used, ahead, 0),
+        ahead=ahead,
         drafts=drafts,
     )
 

@@ -152,13 +152,9 @@ class Shapes:
     @property
     def max_rows(self) -> int:
         """Rows of the largest bucket: of all sequences, or of few and their drafts."""
-        drafts = 0 if self.speculation is None else min(-(-(1 + self.num_drafts) // 8) * 8, _DRAFT_ROWS)
+        sizes = self.speculation
+        drafts = 0 if sizes is None else min(-(-(1 + sizes.num_tokens) // 8) * 8, _DRAFT_ROWS)
         return max(self.max_seqs, MIN_ROWS, drafts)
-
-    @property
-    def num_drafts(self) -> int:
-        """Draft tokens of a sequence in one step, at most."""
-        return 0 if self.speculation is None else self.speculation.num_tokens
 
     @property
     def buckets(self) -> tuple[int, ...]:

@@ -113,21 +113,21 @@ def lookup(tokens: Array, lens: Array, sizes: SpeculationShapes) -> tuple[Array,
     return jnp.where(best >= sizes.lookup_min, best, 0), draft
 
 
-def row_states(state: DecodeState, slots: Array, ahead: Array | None, most: int) -> Array | None:
+def row_states(state: DecodeState, slots: Array, ahead: Array | None, shapes: Shapes) -> Array | None:
     """The state of the automaton that constrains each row, i32[row]: that of its slot, moved on by the draft tokens
     before the row. None: no request is constrained.
 
-    Args: slots, ahead: i32[row], as in `StepPlan`; most: `Shapes.num_drafts`.
+    Args: slots, ahead: i32[row], as in `StepPlan`.
     """
-    constraints, table = state.constraints, state.sequences
+    constraints, table, sizes = state.constraints, state.sequences, shapes.speculation
     if constraints is None:
         return None
     states, lens = gather(constraints.states, slots, 0), gather(table.seq_lens, slots, 0)
-    if ahead is None:
+    if sizes is None or ahead is None:
         return states
 
     def behind_drafts(states: Array) -> Array:
-        for place in range(most):
+        for place in range(sizes.num_tokens):
             token = gather(table.tokens, (slots, lens + place), 0)
             states = jnp.where(ahead > place, constraints.following(slots, states, token), states)
         return states

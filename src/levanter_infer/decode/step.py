@@ -41,7 +41,7 @@ from levanter_infer.decode.schedule import StepPlan, schedule
 from levanter_infer.decode.scoring import copy_scores, keep_hidden, may_insert, num_hidden, score_prompts
 from levanter_infer.decode.shapes import Shapes
 from levanter_infer.decode.snapshots import keep_states, restore_states, store_states
-from levanter_infer.decode.speculation import reached, row_states
+from levanter_infer.decode.speculation import reached
 from levanter_infer.decode.state import Counters, DecodeState, GenState
 from levanter_infer.kernels import scopes
 from levanter_infer.kernels.loops import in_parts, run_bucket, run_if
@@ -175,7 +175,7 @@ def sample_rows(
     """
     logits = head(model, hidden, plan, shapes)
     table = state.sequences
-    count, states = shapes.sampled_rows, row_states(state, plan.slot_ids, plan.ahead, shapes.num_drafts)
+    count, states = shapes.sampled_rows, plan.automaton_states
     stats = LogitStats.of_kernel(model.backend, logits, plan.num_rows, model.vocab)
 
     def history_of(slots: Array, lens: Array) -> History:
@@ -343,9 +343,7 @@ def append(
         state,
         sequences=replace(table, tokens=tokens, seq_lens=seq_lens, num_computed=computed),
         counters=counters,
-        constraints=advanced(
-            state.constraints, writer, row_states(state, plan.slot_ids, plan.ahead, shapes.num_drafts), sampled.tokens
-        ),
+        constraints=advanced(state.constraints, writer, plan.automaton_states, sampled.tokens),
     )
     state = leave_behind(state, table.num_computed)
     state = insert_prefix(state, shapes, may_insert(state, filled, shapes), finished & has_failed(reasons))
