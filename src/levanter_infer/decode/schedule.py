@@ -137,19 +137,17 @@ def pack(state: DecodeState, shapes: Shapes, order: Array, take: Array, drafts: 
     num_decodes = jnp.sum(decodes, dtype=jnp.int32)
     row = jnp.where(decodes, cumsum(decodes), num_decodes + cumsum(chunks))
     row = jnp.where(in_order > 0, row - 1, shapes.max_rows)
-    slot_ids, num_rows = scatter(full(shapes.max_rows, table.num_slots), row, order), jnp.sum(in_order > 0)
-    ahead = None
+    slot_ids, ahead = scatter(full(shapes.max_rows, table.num_slots), row, order), None
     if drafts is not None:
         counts = jnp.where(slot_ids < table.num_slots, 1 + gather(drafts, slot_ids, 0), 0)
         row, ahead, used = ragged_index(counts, jnp.int32(0), shapes.max_rows)
         slot_ids, ahead = gather(slot_ids, row, table.num_slots), jnp.where(used, ahead, 0)
-        num_rows = jnp.sum(counts)
     bounds = cumsum(gather(take, slot_ids, 0))
     return StepPlan(
         take=take if drafts is None else take + drafts,
         slot_ids=slot_ids,
         cu_q_lens=jnp.concatenate([jnp.zeros(1, jnp.int32), bounds]),
-        num_rows=num_rows.astype(jnp.int32),
+        num_rows=jnp.sum(slot_ids < table.num_slots, dtype=jnp.int32),
         num_tokens=bounds[-1],
         ahead=ahead,
         drafts=drafts,
