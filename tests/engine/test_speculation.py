@@ -16,6 +16,7 @@ from levanter_infer.kernels.tpu.tiling import Tiles
 from tests.engine.comparisons import Blocks, Resampling, all_kinds, expected, make_engine, serve
 from tests.family_cases import load
 from tests.golden_cases import load_case
+from tests.tiers import nightly_but
 from tests.tiny_models import SIZES, tiny_model, windowed_model
 
 VOCAB = 4
@@ -64,12 +65,14 @@ def compare(count: int, config: dict, blocks: Blocks | None = None, **others) ->
     return done
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])
-def test_bits_are_those_without_drafts(dtype):
+@pytest.mark.parametrize(
+    "count, dtype", nightly_but([(20, "bfloat16")], [(20, "bfloat16"), (40, "bfloat16"), (40, "float32")])
+)
+def test_bits_are_those_without_drafts(count, dtype):
     """Samples, beams, constraints, stops, penalties, scores, forks; cached, preempted, in chunks."""
     pool = dict(max_seqs=8, page_size=16, max_step_tokens=24, max_pages=10)
-    done = compare(40, pool, dtype=dtype)
-    assert all(done.values()) and done["accepted_tokens"] > 20, done
+    done = compare(count, pool, dtype=dtype)
+    assert all(done.values()) and done["accepted_tokens"] > count / 2, done
 
 
 @pytest.mark.slow
@@ -165,6 +168,7 @@ def test_what_has_a_state_has_no_drafts(tmp_path):
         )
 
 
+@pytest.mark.slow
 def test_a_function_without_a_memory_sees_the_draft():
     def never_twice(logits, history, memory):
         few = logits.at[4:].set(-np.inf)
