@@ -447,6 +447,7 @@ ffi::Error attention(ffi::ThreadPool threads, ffi::Buffer<ffi::F32> q, ffi::AnyB
   args.soft_cap = soft_cap;
   args.chunk = attention_chunk;
   args.slopes = slopes.typed_data();
+  args.sloped = std::any_of(args.slopes, args.slopes + args.query_heads, [](float slope) { return slope != 0; });
   args.sinks = sinks.typed_data();
   if (args.layer < 0 || args.layer >= shape[0]) return invalid("attention: there is no such layer");
 

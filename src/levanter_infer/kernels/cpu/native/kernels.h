@@ -59,6 +59,7 @@ struct AttentionArgs {
   int64_t num_rows;              // rows in use
   float scale, soft_cap;         // soft_cap 0: none
   const float *slopes, *sinks;   // [query_heads]; sinks of -inf: none
+  bool sloped;                   // whether any slope is not 0
 };
 
 struct PlaceArgs {
