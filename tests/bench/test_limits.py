@@ -63,7 +63,7 @@ def cells_of(dtype: str, capsys) -> list[dict]:
     assert main(["matmul", *options, *sizes]) == 0
     *cells, last = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [(cell["rows"], cell["matmul"]) for cell in cells] == [
-        (rows, name) for rows in (1, 512) for name in ("qkv", "out", "gate_up", "down", "head")
+        (rows, name) for rows in (1, 512) for name in ("qkv", "out", "mlp", "head")
     ]
     for cell in cells:
         assert cell["flops"] == cell["rows"] * cell["weights_bytes"] * (1 if dtype == "bfloat16" else 0.5)
@@ -95,7 +95,7 @@ def test_a_step_is_divided_into_its_parts(capsys):
     assert main(["step", "--shape", "tiny", "--batch", "2", "--prompt", "8", "--output", "16", "--repeats", "2"]) == 0
     line, limits = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     parts = line["parts_ms"]
-    matmuls = {f"linear: {name}" for name in ("qkv", "out", "gate_up", "down", "head")}
+    matmuls = {f"linear: {name}" for name in ("qkv", "out", "mlp", "head")}
     assert matmuls | {"attention", "place_tokens", "logit_stats"} < set(parts)
     assert BETWEEN in parts and sum(parts[name] for name in matmuls) > 0
     # 2 layers of (64 · (64 + 2 · 32) + 64² + 3 · 64 · 128) and the head, of 16 bits

@@ -282,6 +282,27 @@ def test_a_gated_pair_has_the_bits_of_two_results_and_a_gate(isa, dtype, rows, i
 
 
 @each_isa
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("inputs", "width", "outputs"), [(34, 37, 40), (96, 64, 33), (70, 1026, 5), (8, 3, MANY_OUTPUTS)]
+)
+@pytest.mark.parametrize("rows", nightly_but([1, 41, 97], [1, 16, 33, 41, 97, 530]))
+def test_swiglu_in_one_call_has_the_bits_of_two(isa, dtype, rows, inputs, width, outputs):
+    """The result of the gated pair is in no array then, and with AMX it is in the order in which tiles are loaded."""
+    x, pair = random_problem(rows, inputs, (width, width), dtype)
+    _, (down,) = random_problem(2, width, (outputs,), dtype)
+    norm, used = {"norm": jnp.full((2, inputs), 0.7), "eps": 0.1}, rows - rows // 3
+    residual = jnp.outer(x[:, 0], jnp.arange(outputs, dtype=jnp.float32))
+    (hidden,) = matmul(isa, x, pair, 1, used, is_gated_pair=True, **norm)
+    (expected,) = matmul(isa, hidden, [down], 1, used, residual=residual)
+    (found,) = matmul(isa, x, [*pair, down], 1, used, is_gated_pair=True, residual=residual, **norm)
+    assert found.shape == (rows, outputs)
+    np.testing.assert_array_equal(found, expected)
+    (plain,) = matmul(isa, x, [*pair, down], 1, used, is_gated_pair=True, **norm)
+    np.testing.assert_array_equal(plain, matmul(isa, hidden, [down], 1, used)[0])
+
+
+@each_isa
 def test_a_norm_or_gate_has_the_same_bits_in_any_number_of_rows(isa):
     x, weights = random_problem(60, 70, (20,), "bfloat16")
     extras = {"norm": jnp.ones((2, 70)), "gate": x[::-1]}
@@ -316,6 +337,11 @@ def test_arguments_that_do_not_fit_are_refused():
         jax.block_until_ready(matmul(None, x, weights, 0, is_gated_pair=True))
     with pytest.raises(Exception, match="weights are not \\[layers, panels"):
         jax.block_until_ready(matmul(None, x, [weights[0], jnp.ones((2, 40, 8))], 0, is_gated_pair=True))
+    with pytest.raises(Exception, match="weights are not \\[layers, panels"):
+        jax.block_until_ready(matmul(None, x, [weights[0], weights[0], jnp.ones((2, 8, 9))], 0, is_gated_pair=True))
+    with pytest.raises(Exception, match="the residual does not fit"):
+        down = jnp.ones((2, 8, 3))
+        jax.block_until_ready(matmul(None, x, [*weights * 2, down], 0, is_gated_pair=True, residual=jnp.ones((2, 3))))
     with pytest.raises(Exception, match="rows have no inputs"):
         jax.block_until_ready(matmul(None, x[:, :0], [weights[0][:, :, :0]], 0))
     with pytest.raises(Exception, match="of int8, and no others, have scales"):

@@ -1,7 +1,7 @@
 """The matmuls of a step alone: a lower bound of the step time.
 
-Each matmul runs layer by layer over the whole stack, as in a step, fused with its norm, gate and residual. `call_ms` is
-such a call for no rows at all.
+Each matmul runs layer by layer over the whole stack, as in a step, fused with its norm and residual; `mlp` is the three
+of a feed-forward block, which may be one call. `call_ms` is such a call for no rows at all.
 
 `--limits` measures, in turn with each matmul, how fast memory is read and how fast the instruction set of the kernels
 multiplies and adds, and prints each matmul's share of the bound that follows (`bench/limits.py`): 1 is as fast as this
@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from haliax import Axis, NamedArray
 
-from levanter_infer.axes import MLP, TOKEN
+from levanter_infer.axes import TOKEN
 from levanter_infer.bench.attention import Clock
 from levanter_infer.bench.instruction_sets import (
     add_isa_argument,
@@ -43,10 +43,9 @@ from levanter_infer.decode.programs import compile_program
 from levanter_infer.engine.backend_choice import BackendChoice
 from levanter_infer.engine.config import EngineConfig
 from levanter_infer.engine.instructions import choose
-from levanter_infer.layers.activation import Activation
 from levanter_infer.layers.attention import Attention
-from levanter_infer.layers.linear import apply, fuses_gated_pair
-from levanter_infer.layers.mlp import Mlp
+from levanter_infer.layers.linear import Fusion, apply
+from levanter_infer.layers.mlp import DenseBlock
 from levanter_infer.models.decoder import DecoderModel
 
 
@@ -192,16 +191,14 @@ def parameters_of(model: DecoderModel) -> dict[str, int]:
     return {
         "qkv": c.hidden_size * (q + 2 * kv),
         "out": c.hidden_size * q,
-        "gate_up": 2 * c.hidden_size * c.feed_forward.width,
-        "down": c.hidden_size * c.feed_forward.width,
+        "mlp": 3 * c.hidden_size * c.feed_forward.width,
         "head": c.hidden_size * c.vocab_size,
     }
 
 
 def inputs_of(model: DecoderModel, rows: int) -> dict[str, Sequence[NamedArray]]:
-    """Random inputs of each matmul, with its gate and residual."""
-    token, mlp = Axis(TOKEN, rows), Axis(MLP, model.config.feed_forward.width)
-    heads = _q_axes(model)
+    """Random inputs of each matmul, with its residual."""
+    token, heads = Axis(TOKEN, rows), _q_axes(model)
 
     def random(seed: int, *axes: Axis) -> NamedArray:
         return hax.random.normal(jax.random.key(seed), (token, *axes)).astype(model.activation_dtype)
@@ -210,15 +207,9 @@ def inputs_of(model: DecoderModel, rows: int) -> dict[str, Sequence[NamedArray]]
     return {
         "qkv": (x,),
         "out": (random(1, *heads), x),
-        "gate_up": (x,),
-        "down": (random(2, mlp), random(3, mlp), x),
+        "mlp": (x,),
         "head": (x,),
     }
-
-
-def _fuses_pair(mlp: Mlp) -> bool:
-    assert mlp.gate_proj is not None
-    return fuses_gated_pair(mlp.gate_proj, mlp.up_proj, Activation.SILU)
 
 
 def _q_axes(model: DecoderModel) -> tuple[Axis, ...]:
@@ -232,12 +223,9 @@ MATMULS: dict[str, Callable] = {
         x, layer.attention.q_proj, layer.attention.k_proj, layer.attention.v_proj, norm=layer.input_norm
     ),
     "out": lambda layer, attended, x: apply(attended, layer.attention.o_proj, residual=x),
-    "gate_up": lambda layer, x: apply(
-        x, layer.mlp.gate_proj, layer.mlp.up_proj, norm=layer.mlp_norm, is_gated_pair=_fuses_pair(layer.mlp)
-    ),
-    "down": lambda layer, up, gate, x: apply(
-        up, layer.mlp.down_proj, gate=None if _fuses_pair(layer.mlp) else gate, residual=x
-    ),
+    "mlp": lambda layer, x: [
+        layer.mlp(x, Fusion(norm=layer.mlp_norm, residual=x), DenseBlock(layer.mlp.up_proj.outs[0].size))
+    ],
     "head": lambda logits, x: [logits(x)],
 }
 

@@ -14,7 +14,7 @@ import dataclasses
 import itertools
 import re
 import tempfile
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import jax
@@ -46,7 +46,6 @@ PAGE_SIZE = 16
 BETWEEN = "between"
 _NAME = re.compile(r"^\s*(?:ROOT )?%?([\w.\-]+) = ")
 _TARGET = re.compile(r'custom_call_target="levanter_infer_(\w+)"')
-_FIRST_OPERAND = re.compile(r"custom-call\(%([\w.\-]+)")
 _AROUND = {"while", "conditional", "call"}
 """Operations that only run others."""
 
@@ -179,18 +178,14 @@ def _traced(call: Callable[[], float]) -> tuple[float, dict[str, list[float]]]:
 
 def parts_of(hlo: str) -> Iterator[tuple[str, str]]:
     """Operations of a round's program that compute, and the part that each belongs to."""
-    gated_pairs: set[str] = set()
     for line in hlo.splitlines():
         operation, path, name = operation_of(line), scopes_of(line), _NAME.match(line)
         if operation is not None and name is not None and operation not in _AROUND:
-            if "is_gated_pair = true" in line:
-                gated_pairs.add(name[1])
             in_model = any(scopes.bucket_of(scope) is not None for scope in path)
-            yield name[1], _part(line, path, in_model, gated_pairs)
+            yield name[1], _part(line, path, in_model)
 
 
-def _part(line: str, path: Sequence[str], in_model: bool, gated_pairs: Collection[str]) -> str:
-    """Args: gated_pairs: the operations of `linear` before this one whose result a gate and its partner give."""
+def _part(line: str, path: Sequence[str], in_model: bool) -> str:
     target = _TARGET.search(line)
     if target is None:
         known = [each for each in path if each in _SCOPES]
@@ -199,10 +194,9 @@ def _part(line: str, path: Sequence[str], in_model: bool, gated_pairs: Collectio
         return target[1]
     if scopes.SAMPLING in path:
         return "linear: head"
-    if "has_residual = true" in line:
-        first = _FIRST_OPERAND.search(line)
-        return "linear: down" if first is not None and first[1] in gated_pairs else "linear: out"
-    return "linear: gate_up" if "is_gated_pair = true" in line else "linear: qkv"
+    if "is_gated_pair = true" in line:
+        return "linear: mlp"
+    return "linear: out" if "has_residual = true" in line else "linear: qkv"
 
 
 _SCOPES = {

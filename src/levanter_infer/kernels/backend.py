@@ -43,6 +43,8 @@ class Fuse(enum.Enum):
     """SwiGLU's gate of a matmul's input."""
     GATED_PAIR = "gated pair"
     """SwiGLU's gate of the results of two matmuls of one input."""
+    SWIGLU = "swiglu"
+    """The matmul of a gated pair's result, in the call of the pair."""
     RESIDUAL = "residual"
     """A sum with a matmul's result."""
     ROTATION = "rotation"

@@ -222,15 +222,21 @@ class LinearCall:
     gate: Array | None = None
     """[rows, in]; `silu(gate) · x` replaces x. Not together with `norm`."""
     residual: Array | None = None
-    """[rows, out], added to the result; with one weight only."""
+    """[rows, out], added to the result; with one weight only, or with three of a gated pair."""
     dtype: jnp.dtype = jnp.dtype(jnp.float32)
     """Dtype in which the results are wanted; a backend that cannot round them in its kernel returns float32."""
     is_gated_pair: bool = False
-    """Whether the two weights are a gate and its partner, without a residual: the one result is `silu(first) · second`,
-    of their results in `dtype`. Only for backends that fuse it."""
+    """Whether the first two weights are a gate and its partner: the one result is `silu(first) · second`, of their
+    results in `dtype`. A third weight is multiplied with that, and its result is the one result. Only for backends that
+    fuse it."""
     scales: Sequence[Array] = ()
     """Factors of the sums of weights of int8: f32[out] each, with the leading axis of its weight. Empty: the weights
     are floats."""
+
+    @property
+    def result_outs(self) -> Sequence[int]:
+        """Outputs of each result."""
+        return self.num_outs[-1:] if self.is_gated_pair else self.num_outs
 
 
 @dataclass(frozen=True)

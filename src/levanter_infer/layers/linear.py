@@ -330,13 +330,18 @@ def fuses_gated_pair(gate: Linear, up: Linear, activation: Activation | ClampedS
     return plain and Fuse.GATED_PAIR in gate.backend.fuses
 
 
+def fuses_swiglu(gate: Linear, up: Linear, down: Linear, activation: Activation | ClampedSwiglu) -> bool:
+    """Whether `apply` of the three maps, with `is_gated_pair`, computes the whole block in the call."""
+    return fuses_gated_pair(gate, up, activation) and down.bias is None and Fuse.SWIGLU in down.backend.fuses
+
+
 def apply(x: NamedArray, *maps: Linear, dtype=None, is_gated_pair: bool = False, **fusion) -> list[NamedArray]:
     """Several maps, of one backend and of the same layer, of the same input, in one call of the backend.
 
     Args:
         dtype: of the results; None: that of `x`.
         is_gated_pair: whether the one result is that of the second map, gated by that of the first
-            (`fuses_gated_pair`).
+            (`fuses_gated_pair`); of three maps that of the third one of this (`fuses_swiglu`).
         fusion: the fields of `Fusion`.
     """
     first, dtype = maps[0], x.dtype if dtype is None else dtype
@@ -354,12 +359,12 @@ def apply(x: NamedArray, *maps: Linear, dtype=None, is_gated_pair: bool = False,
         num_rows=first.num_rows,
         norm=None if inside.norm is None else inside.norm.fusable,
         gate=None if inside.gate is None else _matrix(inside.gate, rows, ins),
-        residual=None if inside.residual is None else _matrix(inside.residual, rows, first.outs),
+        residual=None if inside.residual is None else _matrix(inside.residual, rows, maps[-1].outs),
         dtype=jnp.dtype(dtype if all(part.bias is None for part in maps) else jnp.float32),
         is_gated_pair=is_gated_pair,
     )
     results = []
-    for part, y in zip(maps[:1] if is_gated_pair else maps, first.backend.linear(call), strict=True):
+    for part, y in zip(maps[-1:] if is_gated_pair else maps, first.backend.linear(call), strict=True):
         axes = (*rows, *part.outs)
         y = part.shard_axis.sum_in(x.dtype, y.reshape([axis.size for axis in axes]))
         results.append(outside.after(_biased(NamedArray(y, axes), part).astype(dtype)))

@@ -11,7 +11,7 @@ from jax import Array
 
 from levanter_infer.axes import MLP
 from levanter_infer.layers.activation import Activation, Xielu
-from levanter_infer.layers.linear import Fusion, Linear, apply, fuses_gated_pair, split_key
+from levanter_infer.layers.linear import Fusion, Linear, apply, fuses_gated_pair, fuses_swiglu, split_key
 
 
 @dataclass(frozen=True)
@@ -82,6 +82,10 @@ class Mlp(eqx.Module):
             up = self.up_proj.by_rows(lambda up: NamedArray(activation(up.array), up.axes), up)
             return apply(up, self.down_proj, residual=around.residual)[0]
         gate: NamedArray | None
+        neutral = block.gate_multiplier == block.out_multiplier == 1
+        if neutral and fuses_swiglu(self.gate_proj, self.up_proj, self.down_proj, block.activation):
+            maps = self.gate_proj, self.up_proj, self.down_proj
+            return apply(x, *maps, norm=around.norm, residual=around.residual, is_gated_pair=True)[0]
         if block.gate_multiplier == 1 and fuses_gated_pair(self.gate_proj, self.up_proj, block.activation):
             (up,), gate = apply(x, self.gate_proj, self.up_proj, norm=around.norm, is_gated_pair=True), None
         else:

@@ -186,8 +186,8 @@ def stacked_matmul(call: LinearCall, *, isa_name: str | None = None) -> list[Arr
     """The matmuls of `call`, accumulated in float32; x, gate and residual are converted to float32.
 
     The stacks of panels are read in place. A row of the result has the same bits for any number of rows. A norm, a
-    gate, a residual and the gate of a pair of results are fused into the call: on a CPU every call has its overhead,
-    and results of many rows do not stay in the caches.
+    gate, a residual, and the gate of a pair of results and its matmul are fused into the call: on a CPU every call has
+    its overhead, and results of many rows do not stay in the caches.
 
     Args:
         call: its weights are in panels (`to_panels`); rows beyond `num_rows` give zeros and cost nothing.
@@ -196,8 +196,8 @@ def stacked_matmul(call: LinearCall, *, isa_name: str | None = None) -> list[Arr
     Raises: ValueError if the kernels were not built.
     """
     assert call.norm is None or call.gate is None, "a matmul has a norm or a gate, not both"
-    rows, num_outs = call.x.shape[0], call.num_outs[:1] if call.is_gated_pair else call.num_outs
-    results = [jax.ShapeDtypeStruct((rows, count), jnp.float32) for count in num_outs]
+    rows = call.x.shape[0]
+    results = [jax.ShapeDtypeStruct((rows, count), jnp.float32) for count in call.result_outs]
     kernel = jax.ffi.ffi_call("levanter_infer_linear", results, vmap_method="sequential")
     used = jnp.int32(rows) if call.num_rows is None else call.num_rows
     layer = jnp.int32(0) if call.layer is None else call.layer
@@ -217,6 +217,7 @@ def stacked_matmul(call: LinearCall, *, isa_name: str | None = None) -> list[Arr
             has_gate=call.gate is not None,
             has_residual=call.residual is not None,
             is_gated_pair=call.is_gated_pair,
+            gated=np.int64(call.num_outs[0] if call.is_gated_pair and len(call.weights) == 3 else 0),
             eps=np.float32(eps),
         )
     )

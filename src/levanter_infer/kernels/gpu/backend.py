@@ -37,7 +37,7 @@ class GpuBackend(XlaBackend):
     name = "gpu"
     home = GPU
     kernels = frozenset({Work.MATMUL, Work.ATTENTION})
-    fuses = frozenset(Fuse) - {Fuse.GATE}
+    fuses = frozenset(Fuse) - {Fuse.GATE, Fuse.SWIGLU}
     has_library = True
 
     @classmethod

@@ -46,6 +46,9 @@ struct LinearPanel {
   int64_t y_stride;
   const float* residual;  // as y, added to the sums; null: none
   const float* gate;      // [rows, panel]: silu(gate) times the sums, which have no residual then; null: none
+  bool is_scratch;        // whether a block of rows behind the last may be written too
+  Pair* packed;           // results go here instead of to y, packed as `pack_row` does; null: to y
+  int64_t first_out;      // of the panel; y_stride is the words of a packed row then
 };
 
 struct AttentionArgs {
@@ -121,6 +124,7 @@ struct Kernels {
   void (*pack_row)(const float* x, int64_t inputs, int64_t rows, int64_t row, Pair* to);  // null: rows are not packed
   int64_t (*linear_floats)(const LinearArgs&, int64_t panels);  // of the scratch of `linear` but for F32; null: none
   void (*linear[NUM_WEIGHTS])(const LinearArgs&, const LinearPanel* panels, int64_t count, float* scratch);
+  bool packs_results;  // whether `linear` but for F32 writes `LinearPanel.packed`
   int64_t (*queries)(int64_t group);  // queries of a query block, at most, for `group` query heads per kv head
   int64_t (*floats_f32)(const AttentionArgs&, int64_t queries);  // of the scratch of attend_f32
   int64_t (*floats_bf16)(const AttentionArgs&, int64_t queries);
