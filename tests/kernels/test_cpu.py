@@ -303,6 +303,27 @@ def test_swiglu_in_one_call_has_the_bits_of_two(isa, dtype, rows, inputs, width,
 
 
 @each_isa
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize("width", [5, 31, 37])
+def test_what_is_not_finite_reaches_no_later_call_of_swiglu_and_no_other_row(isa, dtype, bad, width):
+    """The memory of what the gate and the pair give is used again, and has outputs that do not exist."""
+    x, pair = random_problem(20, 64, (width, width), dtype)
+    _, wide = random_problem(20, 64, (512, 512), dtype)
+    _, (down,) = random_problem(1, width, (33,), dtype)
+    _, (down_of_wide,) = random_problem(1, 512, (33,), dtype)
+    for row in (3, 19):
+        spoilt = x.at[row, 5].set(bad)
+        matmul(isa, spoilt, [*wide, down_of_wide], 0, is_gated_pair=True)[0].block_until_ready()
+        for given in (x, spoilt):
+            (hidden,) = matmul(isa, given, pair, 0, is_gated_pair=True)
+            (found,) = matmul(isa, given, [*pair, down], 0, is_gated_pair=True)
+            np.testing.assert_array_equal(found, matmul(isa, hidden, [down], 0)[0])
+            others = np.isfinite(np.asarray(given)).all(axis=1)
+            assert np.isfinite(np.asarray(found)[others]).all()
+
+
+@each_isa
 def test_a_norm_or_gate_has_the_same_bits_in_any_number_of_rows(isa):
     x, weights = random_problem(60, 70, (20,), "bfloat16")
     extras = {"norm": jnp.ones((2, 70)), "gate": x[::-1]}

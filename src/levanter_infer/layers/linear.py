@@ -332,7 +332,8 @@ def fuses_gated_pair(gate: Linear, up: Linear, activation: Activation | ClampedS
 
 def fuses_swiglu(gate: Linear, up: Linear, down: Linear, activation: Activation | ClampedSwiglu) -> bool:
     """Whether `apply` of the three maps, with `is_gated_pair`, computes the whole block in the call."""
-    return fuses_gated_pair(gate, up, activation) and down.bias is None and Fuse.SWIGLU in down.backend.fuses
+    alike = down.bias is None and down.backend == gate.backend and (down.scale is None) == (gate.scale is None)
+    return fuses_gated_pair(gate, up, activation) and alike and Fuse.SWIGLU in gate.backend.fuses
 
 
 def apply(x: NamedArray, *maps: Linear, dtype=None, is_gated_pair: bool = False, **fusion) -> list[NamedArray]:

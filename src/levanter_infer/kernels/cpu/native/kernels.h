@@ -47,8 +47,8 @@ struct LinearPanel {
   const float* residual;  // as y, added to the sums; null: none
   const float* gate;      // [rows, panel]: silu(gate) times the sums, which have no residual then; null: none
   bool is_scratch;        // whether a block of rows behind the last may be written too
-  Pair* packed;           // results go here instead of to y, packed as `pack_row` does; null: to y
-  int64_t first_out;      // of the panel; y_stride is the words of a packed row then
+  Pair* packed;           // rows of results, as `pack_row` writes them, of y_stride words each, instead of y; null: y
+  int64_t first_out;      // of the panel in these rows; outputs that do not exist are zeros in them
 };
 
 struct AttentionArgs {
