@@ -227,7 +227,7 @@ ffi::Error attention(ffi::ThreadPool threads, ffi::Buffer<ffi::F32> q, ffi::AnyB
     }
     return pieces;
   };
-  int64_t queries = kernels.queries(args.query_heads / args.kv_heads);
+  int64_t queries = kernels.queries(args);
   std::vector<Piece> pieces = pieces_of(queries);
   // Large query blocks pack keys and values less often, but should be enough for all threads.
   if (static_cast<int64_t>(pieces.size()) * args.kv_heads < 2 * threads.num_threads()) {

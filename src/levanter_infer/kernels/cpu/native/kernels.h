@@ -125,7 +125,7 @@ struct Kernels {
   int64_t (*linear_floats)(const LinearArgs&, int64_t panels);  // of the scratch of `linear` but for F32; null: none
   void (*linear[NUM_WEIGHTS])(const LinearArgs&, const LinearPanel* panels, int64_t count, float* scratch);
   bool packs_results;  // whether `linear` but for F32 writes `LinearPanel.packed`
-  int64_t (*queries)(int64_t group);  // queries of a query block, at most, for `group` query heads per kv head
+  int64_t (*queries)(const AttentionArgs&);  // of a query block, at most
   int64_t (*floats_f32)(const AttentionArgs&, int64_t queries);  // of the scratch of attend_f32
   int64_t (*floats_bf16)(const AttentionArgs&, int64_t queries);
   void (*attend_f32)(const AttentionArgs&, int64_t row, int64_t first, int64_t count, int64_t head_begin,
