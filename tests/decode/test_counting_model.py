@@ -29,6 +29,7 @@ from levanter_infer.engine.request import Request
 from levanter_infer.kernels.xla.backend import XLA
 from levanter_infer.layers.shard_axis import Vocabulary
 from levanter_infer.models.config import DecoderConfig
+from tests.tiers import nightly_but
 from tests.tiny_models import tiny_model, with_mixers
 
 WORDS, LAYERS = 97, 2
@@ -161,7 +162,7 @@ def random_requests(rng: np.random.Generator) -> list[Request]:
     return requests
 
 
-@pytest.mark.parametrize("drafts", [0, 5])
+@pytest.mark.parametrize("drafts", nightly_but([5], [0, 5]))
 def test_every_sequence_counts_its_own_tokens(drafts):
     engine, rng, reasons = make_engine(drafts), np.random.default_rng(1), set()
     for _ in range(30):

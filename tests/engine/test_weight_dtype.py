@@ -222,7 +222,7 @@ def test_on_a_cpu_bits_do_not_depend_on_what_else_is_in_the_batch(changes, dtype
 @needs_cpu
 @pytest.mark.parametrize(
     "changes",
-    [DENSE_NIGHTLY, pytest.param(EXPERTS, marks=pytest.mark.slow, id="experts"), pytest.param(TIED, id="tied")],
+    [DENSE_NIGHTLY, pytest.param(EXPERTS, marks=pytest.mark.slow, id="experts"), TIED_NIGHTLY],
 )
 def test_the_kernels_for_cpus_are_near_xla(changes):
     by_xla, by_kernels = (
@@ -252,6 +252,7 @@ def test_a_checkpoint_is_quantized_as_a_model_in_memory_and_takes_half_of_the_me
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(model))  # the caller's
 
 
+@pytest.mark.slow
 def test_weights_that_are_swapped_in_are_quantized(tmp_path):
     first, second = tiny_model(), tiny_model(seed=1)
     engine = engine_for(first)

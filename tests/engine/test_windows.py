@@ -37,7 +37,8 @@ def gemma3_engine(backend: str) -> InferenceEngine:
     return InferenceEngine(windowed_model(GEMMA3), config=config)
 
 
-@pytest.mark.parametrize("backend", ["xla", pytest.param("cpu", marks=[built, pytest.mark.slow])])
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["xla", pytest.param("cpu", marks=built)])
 def test_sequences_of_many_windows_give_the_tokens_of_the_uncached_forward(backend):
     """In chunks, more of them than run at once, so that window pages are used again and again."""
     engine = gemma3_engine(backend)
