@@ -27,7 +27,6 @@ from tests.kernels.ragged import (
     make_ragged,
     random_rows,
 )
-from tests.tiers import nightly_but
 
 KINDS = ("decode", "prompts", "chunks", "mixed")
 INDEX_HEADS, INDEX_DIM, CHOSEN = 5, 22, 12
@@ -240,7 +239,8 @@ def chosen_on_tpu(choice: np.ndarray, q_pos: np.ndarray) -> list[np.ndarray]:
     return found
 
 
-@pytest.mark.parametrize("name", nightly_but(["small"], TPU_SIZES))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TPU_SIZES)
 def test_the_kernels_of_a_tpu_leave_out_keys_that_are_not_chosen(name):
     sizes = TPU_SIZES[name]
     batch = make_sparse(sizes, TPU_ROWS)
