@@ -220,9 +220,10 @@ def test_on_a_cpu_bits_do_not_depend_on_what_else_is_in_the_batch(changes, dtype
 
 
 @needs_cpu
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
-    [DENSE_NIGHTLY, pytest.param(EXPERTS, marks=pytest.mark.slow, id="experts"), TIED_NIGHTLY],
+    [DENSE, pytest.param(EXPERTS, id="experts"), pytest.param(TIED, id="tied")],
 )
 def test_the_kernels_for_cpus_are_near_xla(changes):
     by_xla, by_kernels = (
