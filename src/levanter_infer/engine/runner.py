@@ -36,6 +36,7 @@ from levanter_infer.engine.routes import routing_shapes
 from levanter_infer.engine.scoring import score_shapes
 from levanter_infer.engine.sizes import beams_for, kv_dtype, resolve_shapes, window_shapes
 from levanter_infer.engine.tile_search import check_given_tiles
+from levanter_infer.kernels.cpu import huge_pages
 from levanter_infer.layers.attention import AttentionSpec
 from levanter_infer.models.config import DecoderConfig
 from levanter_infer.models.protocol import Model
@@ -122,11 +123,17 @@ class Runner:
             self.programs.compile_all(self.model, self.nothing)
             with stage("waiting for the other processes to trace their programs"):
                 agree(hosts, "programs", self.programs.fingerprints())
-        self.state: GenState = self.programs.init()
+        self.state: GenState = self._fresh_state()
         self._no_cache: Any = None
         """Types in place of the arrays of the pool, while it is given up."""
         self._is_dropped = False
         """Whether `sleep` was the last to give up the weights."""
+
+    def _fresh_state(self) -> GenState:
+        """A new state. On a CPU its pool is in huge pages: each step writes to pages anywhere in it."""
+        state = self.programs.init()
+        huge_pages.remap_zeros(state.cache)
+        return state
 
     def _check_memory(self, types, *, is_loaded: bool, is_donated: bool) -> None:
         """Refuse an engine that this machine cannot hold, if the devices use its memory; others refuse by themselves.
@@ -296,7 +303,7 @@ class Runner:
 
     def wake(self) -> None:
         """Make the pool again, with a table in which no prefix is found: nothing of what it named is there."""
-        fresh = self.programs.init()
+        fresh = self._fresh_state()
         decode = dataclasses.replace(self.state.decode, prefix=fresh.decode.prefix, snapshots=fresh.decode.snapshots)
         self.state = dataclasses.replace(self.state, decode=decode, cache=fresh.cache)
         self._no_cache = None
@@ -304,7 +311,7 @@ class Runner:
     def reset(self) -> None:
         """Empty the tables; the pool is not written. If an interrupted launch has taken the state, make a new one."""
         lost = any(leaf.is_deleted() for leaf in jax.tree.leaves(self.state))
-        self.state = self.programs.init() if lost else self.programs.reset(self.state)
+        self.state = self._fresh_state() if lost else self.programs.reset(self.state)
 
     def zero_cache(self) -> None:
         """Overwrite every stored key and value with zeros."""

@@ -1,13 +1,16 @@
-"""Host memory in huge pages, for arrays that every step reads from end to end."""
+"""Host memory in huge pages, for arrays that every step reads or writes."""
 
+import ctypes
 import math
 import mmap
+from typing import Any
 
+import jax
 import numpy as np
 
 HUGE_PAGE = 2**21
 """Bytes, on x86 and, by default, on ARM. JAX shares an array that begins at a multiple of 64 bytes, else it copies."""
-_ADVICE = getattr(mmap, "MADV_HUGEPAGE", None)
+_HUGE = getattr(mmap, "MADV_HUGEPAGE", None)
 
 
 def empty(shape: tuple[int, ...], dtype) -> np.ndarray:
@@ -21,10 +24,33 @@ def empty(shape: tuple[int, ...], dtype) -> np.ndarray:
     if count * dtype.itemsize < HUGE_PAGE:
         return np.empty(shape, dtype)
     memory = mmap.mmap(-1, count * dtype.itemsize + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if _ADVICE is not None:
+    if _HUGE is not None:
         try:
-            memory.madvise(_ADVICE)
+            memory.madvise(_HUGE)
         except OSError:  # a kernel without them
             pass
     start = -np.frombuffer(memory, np.uint8).ctypes.data % HUGE_PAGE
     return np.frombuffer(memory, dtype, count, start).reshape(shape)
+
+
+def remap_zeros(arrays: Any) -> None:
+    """Give the memory of arrays back to the system, which provides huge pages with zeros when they are written next.
+
+    Args:
+        arrays: a pytree of arrays of zeros that JAX has allocated. Those that are not in a CPU's memory stay as they
+            are, and so do all where the system provides no huge pages on request.
+    """
+    if _HUGE is None:
+        return
+    for shard in (shard for leaf in jax.tree.leaves(arrays) for shard in leaf.addressable_shards):
+        if shard.device.platform != "cpu":
+            continue
+        start = shard.data.block_until_ready().unsafe_buffer_pointer()
+        first, end = -(-start // HUGE_PAGE) * HUGE_PAGE, (start + shard.data.nbytes) // HUGE_PAGE * HUGE_PAGE
+        if first < end and _madvise(first, end - first, _HUGE):
+            _madvise(first, end - first, mmap.MADV_DONTNEED)
+
+
+def _madvise(address: int, size: int, advice: int) -> bool:
+    """Whether the system follows."""
+    return ctypes.CDLL(None).madvise(ctypes.c_void_p(address), ctypes.c_size_t(size), ctypes.c_int(advice)) == 0

@@ -86,6 +86,7 @@ constexpr int64_t BEHIND_PACKED = 256;  // words behind packed rows that may be 
 constexpr int64_t FEW_RANGES = 4;  // up to here each piece of work computes the norm's factor of its rows
 constexpr int64_t PLACED_TOKENS = 8;  // new tokens per piece of work
 constexpr int64_t PIECES = 8, MAX_PANELS = 8;  // pieces of work per thread that suffice; most panels per piece
+constexpr int64_t LARGE_PIECES = 3;  // pieces per thread where the panels of a piece share parts of many rows in a cache
 constexpr int64_t MASK_WORDS = 128;  // the words of a mask are a multiple of it, and so of LANES
 constexpr int64_t READ_STEP = 512, READ_PIECE = 1 << 20;  // bytes that `read_all` reads at once; per piece of work
 constexpr int KEYS = 32;             // keys per turn of the online softmax
