@@ -85,6 +85,7 @@ def test_the_engine_agrees_with_the_uncached_forward_and_noise_in_the_weights_is
     assert found.verdict == "drift", found.text
 
 
+@pytest.mark.slow
 def test_keys_that_are_turned_by_another_angle_are_the_prompt_path(engine):
     model = tiny_model(**sizes())
     config = with_mixers(model.config, rope=dataclasses.replace(model.config.ropes[0], theta=100.0))

@@ -235,7 +235,8 @@ def test_the_kernels_for_cpus_are_near_xla(changes):
         np.testing.assert_allclose(one.completions[0].logprobs, other.completions[0].logprobs, atol=1e-3)
 
 
-@pytest.mark.parametrize("changes", [DENSE, TIED_NIGHTLY])
+@pytest.mark.slow
+@pytest.mark.parametrize("changes", [DENSE, pytest.param(TIED, id="tied")])
 def test_a_checkpoint_is_quantized_as_a_model_in_memory_and_takes_half_of_the_memory(changes, tmp_path):
     model = tiny_model(dtype="bfloat16", hidden_size=64, intermediate_size=192, vocab_size=128, **changes)
     save_model(model, tmp_path)
@@ -301,6 +302,7 @@ def test_a_quantized_model_is_not_saved(matmul, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_inside_jit_generate_gives_the_tokens_of_an_engine():
     asked = requests()
     prompts = np.zeros((len(asked), 20), np.int32)

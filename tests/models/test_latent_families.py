@@ -275,6 +275,7 @@ def sparse(request, tmp_path_factory):
     return case, model
 
 
+@pytest.mark.slow
 def test_sparse_attention_over_pages_is_hf(sparse):
     """Prompts in chunks, beside decode tokens of others, longer and shorter than an indexer chooses."""
     case, model = sparse
