@@ -1,7 +1,6 @@
 """Arrays in huge pages are where the system says, with their contents."""
 
 import re
-import time
 from pathlib import Path
 
 import jax
@@ -40,13 +39,12 @@ def test_an_empty_array_is_in_huge_pages_once_it_is_written():
 
 
 @needs_huge_pages
-def test_zeros_of_jax_move_to_huge_pages_and_keep_what_is_written_meanwhile():
+def test_zeros_of_jax_move_to_huge_pages_where_they_are():
     zeros = jnp.zeros(_SIZE // 4, jnp.int32)
     address = zeros.unsafe_buffer_pointer()
-    provide = remap_zeros({"zeros": zeros, "a few": jnp.zeros(3)})
+    remap_zeros({"zeros": zeros, "a few": jnp.zeros(3)})
     written = jax.jit(lambda x: x.at[_SIZE // 8].set(7), donate_argnums=0)(zeros)
     assert written.unsafe_buffer_pointer() == address
-    provide()
     assert huge_bytes(address + HUGE_PAGE) >= _SIZE - 2 * HUGE_PAGE
     expected = np.zeros(_SIZE // 4, np.int32)
     expected[_SIZE // 8] = 7
@@ -62,11 +60,8 @@ def test_the_pool_of_an_engine_is_in_huge_pages():
         return max(jax.tree.leaves(engine.state.cache), key=lambda leaf: leaf.nbytes)
 
     address = pool().unsafe_buffer_pointer()
-    deadline = time.monotonic() + 60
-    while huge_bytes(address + HUGE_PAGE) < pool().nbytes - 2 * HUGE_PAGE:
-        assert time.monotonic() < deadline, "the pool is not in huge pages"
-        time.sleep(0.05)
     assert pool().nbytes > 2 * HUGE_PAGE
+    assert huge_bytes(address + HUGE_PAGE) >= pool().nbytes - 2 * HUGE_PAGE
     for _ in range(2):
         engine.generate([Request(prompt_token_ids=[1, 2, 3], sampling=SamplingParams(max_tokens=4))])
         assert pool().unsafe_buffer_pointer() == address

@@ -10,7 +10,6 @@ there is one rank, whose programs have no such axis.
 import collections
 import dataclasses
 import logging
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -133,7 +132,7 @@ class Runner:
     def _fresh_state(self) -> GenState:
         """A new state. On a CPU its pool is in huge pages: each step writes to pages anywhere in it."""
         state = self.programs.init()
-        threading.Thread(target=huge_pages.remap_zeros(state.cache), name="pool memory", daemon=True).start()
+        huge_pages.remap_zeros(state.cache)
         return state
 
     def _check_memory(self, types, *, is_loaded: bool, is_donated: bool) -> None:

@@ -3,7 +3,6 @@
 import ctypes
 import math
 import mmap
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -13,7 +12,7 @@ HUGE_PAGE = 2**21
 """Bytes, on x86 and, by default, on ARM. JAX shares an array that begins at a multiple of 64 bytes, else it copies."""
 _HUGE = getattr(mmap, "MADV_HUGEPAGE", None)
 _POPULATE_WRITE = 23
-"""MADV_POPULATE_WRITE of Linux 5.14, which `mmap` does not name. It changes no contents, whatever is at an address."""
+"""MADV_POPULATE_WRITE of Linux 5.14, which `mmap` does not name: memory is provided before it is used."""
 
 
 def empty(shape: tuple[int, ...], dtype) -> np.ndarray:
@@ -36,30 +35,23 @@ def empty(shape: tuple[int, ...], dtype) -> np.ndarray:
     return np.frombuffer(memory, dtype, count, start).reshape(shape)
 
 
-def remap_zeros(arrays: Any) -> Callable[[], None]:
-    """Give the memory of arrays back to the system, which provides huge pages of zeros where they are used next.
+def remap_zeros(arrays: Any) -> None:
+    """Move arrays of zeros to huge pages: the system takes their memory back and provides other, with zeros too.
 
     Args:
         arrays: a pytree of arrays of zeros that JAX has allocated. Those that are not in a CPU's memory stay as they
             are, and so do all where the system provides no huge pages on request.
-    Returns: a function that waits until the system has provided all of the memory, so that it is missed before it is
-        used. It may be called in any thread, while the arrays are used or deleted.
     """
-    ranges = []
     for shard in (shard for leaf in jax.tree.leaves(arrays) for shard in leaf.addressable_shards):
         if _HUGE is None or shard.device.platform != "cpu":
             continue
         start = shard.data.block_until_ready().unsafe_buffer_pointer()
         first, end = -(-start // HUGE_PAGE) * HUGE_PAGE, (start + shard.data.nbytes) // HUGE_PAGE * HUGE_PAGE
-        if first < end and _madvise(first, end - first, _HUGE):
-            _madvise(first, end - first, mmap.MADV_DONTNEED)
-            ranges.append((first, end - first))
-
-    def provide() -> None:
-        for first, size in ranges:
-            _madvise(first, size, _POPULATE_WRITE)
-
-    return provide
+        if first >= end or not _madvise(first, end - first, _HUGE):
+            continue
+        _madvise(first, end - first, mmap.MADV_DONTNEED)
+        # One call for all would keep other threads from mapping memory until it ends, for seconds.
+        all(_madvise(page, HUGE_PAGE, _POPULATE_WRITE) for page in range(first, end, HUGE_PAGE))
 
 
 def _madvise(address: int, size: int, advice: int) -> bool:
