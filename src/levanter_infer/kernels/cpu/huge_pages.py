@@ -51,7 +51,9 @@ def remap_zeros(arrays: Any) -> None:
             continue
         _madvise(first, end - first, mmap.MADV_DONTNEED)
         # One call for all would keep other threads from mapping memory until it ends, for seconds.
-        all(_madvise(page, HUGE_PAGE, _POPULATE_WRITE) for page in range(first, end, HUGE_PAGE))
+        for page in range(first, end, HUGE_PAGE):
+            if not _madvise(page, HUGE_PAGE, _POPULATE_WRITE):  # an older kernel provides it when it is written
+                break
 
 
 def _madvise(address: int, size: int, advice: int) -> bool:
