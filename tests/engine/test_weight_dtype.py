@@ -43,7 +43,6 @@ from tests.tiny_models import SIZES, tiny_model, uncached_logprobs
 MOST_LOGPROB_DIFFERENCE = 2e-4
 """Floats that codes mean are rounded once more, and sums of float32 in another order."""
 TIED = {"tie_word_embeddings": True}
-DENSE = pytest.param({}, id="dense")
 DENSE_NIGHTLY = pytest.param({}, marks=pytest.mark.slow, id="dense")
 TIED_NIGHTLY = pytest.param(TIED, marks=pytest.mark.slow, id="tied")
 needs_cpu = pytest.mark.skipif(not cpu.available(), reason="the C++ kernels were not built")
@@ -221,10 +220,7 @@ def test_on_a_cpu_bits_do_not_depend_on_what_else_is_in_the_batch(changes, dtype
 
 @needs_cpu
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "changes",
-    [DENSE, pytest.param(EXPERTS, id="experts"), pytest.param(TIED, id="tied")],
-)
+@pytest.mark.parametrize("changes", [{}, EXPERTS, TIED], ids=["dense", "experts", "tied"])
 def test_the_kernels_for_cpus_are_near_xla(changes):
     by_xla, by_kernels = (
         engine_for(tiny_model(**changes), matmul=matmul, cpu_isa=isa).generate(requests())
@@ -236,7 +232,7 @@ def test_the_kernels_for_cpus_are_near_xla(changes):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("changes", [DENSE, pytest.param(TIED, id="tied")])
+@pytest.mark.parametrize("changes", [{}, TIED], ids=["dense", "tied"])
 def test_a_checkpoint_is_quantized_as_a_model_in_memory_and_takes_half_of_the_memory(changes, tmp_path):
     model = tiny_model(dtype="bfloat16", hidden_size=64, intermediate_size=192, vocab_size=128, **changes)
     save_model(model, tmp_path)

@@ -26,13 +26,9 @@ def empty(shape: tuple[int, ...], dtype) -> np.ndarray:
     if count * dtype.itemsize < HUGE_PAGE:
         return np.empty(shape, dtype)
     memory = mmap.mmap(-1, count * dtype.itemsize + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if _HUGE is not None:
-        try:
-            memory.madvise(_HUGE)
-        except OSError:  # a kernel without them
-            pass
-    start = -np.frombuffer(memory, np.uint8).ctypes.data % HUGE_PAGE
-    return np.frombuffer(memory, dtype, count, start).reshape(shape)
+    address = np.frombuffer(memory, np.uint8).ctypes.data
+    _request(address, len(memory))
+    return np.frombuffer(memory, dtype, count, -address % HUGE_PAGE).reshape(shape)
 
 
 def remap_zeros(arrays: Any) -> None:
@@ -43,17 +39,22 @@ def remap_zeros(arrays: Any) -> None:
             are, and so do all where the system provides no huge pages on request.
     """
     for shard in (shard for leaf in jax.tree.leaves(arrays) for shard in leaf.addressable_shards):
-        if _HUGE is None or shard.device.platform != "cpu":
+        if shard.device.platform != "cpu":
             continue
         start = shard.data.block_until_ready().unsafe_buffer_pointer()
         first, end = -(-start // HUGE_PAGE) * HUGE_PAGE, (start + shard.data.nbytes) // HUGE_PAGE * HUGE_PAGE
-        if first >= end or not _madvise(first, end - first, _HUGE):
+        if first >= end or not _request(first, end - first):
             continue
         _madvise(first, end - first, mmap.MADV_DONTNEED)
         # One call for all would keep other threads from mapping memory until it ends, for seconds.
         for page in range(first, end, HUGE_PAGE):
             if not _madvise(page, HUGE_PAGE, _POPULATE_WRITE):  # an older kernel provides it when it is written
                 break
+
+
+def _request(address: int, size: int) -> bool:
+    """Whether the system will provide huge pages where this memory is written first. `address`: that of a page."""
+    return _HUGE is not None and _madvise(address, size, _HUGE)
 
 
 def _madvise(address: int, size: int, advice: int) -> bool:
