@@ -105,8 +105,12 @@ def as_read(isa, dtype, x) -> np.ndarray:
     return np.asarray(x.astype("bfloat16") if rounds_inputs(isa, dtype) else x, np.float64)
 
 
-DECODING = ((1, 5),) * (2 * (os.cpu_count() or 1))
-"""Rows beside a prompt chunk, enough for all threads: the chunk's query blocks are as large as they may be then."""
+def others(queries: int, kv_heads: int) -> list[tuple[int, int]]:
+    """Rows beside a prompt chunk of so many queries, enough for all threads, or for eight: the chunk's query blocks are
+    as large as they may be then."""
+    needed = 2 * min(os.cpu_count() or 1, 8) * queries // kv_heads - queries
+    return [(1, 5), *[(60, 60)] * -(-needed // 60)]
+
 
 RULES = {"plain": (False, {}), "sinks": (True, {}), "sinks-chunk": (True, {"attention_chunk": 45})}
 """Whether the heads have sinks, and the rules that are constants of the call."""
@@ -379,8 +383,8 @@ def test_arguments_that_do_not_fit_are_refused():
 @pytest.mark.parametrize("head_dim", [8, 64, 80, 96, 128, 160, 192, 256, 512])
 def test_attention_equals_dense_in_every_instruction_set(isa, head_dim, rules):
     sinks, rules = rules
-    rows = [(1, 140), (43, 170), (4, 4), *DECODING]
-    counts = {"tokens": 48 + len(DECODING), "rows": len(rows)}
+    rows = [(1, 140), (43, 170), (4, 4), *others(43, kv_heads=2)]
+    counts = {"tokens": sum(queries for queries, _ in rows), "rows": len(rows)}
     sizes = Sizes(6, 2, head_dim, 16, **counts, dtype="bfloat16", stored="uint16", sinks=sinks)
     batch = make_ragged(sizes, rows)
     scale = 3 / head_dim**0.5
@@ -418,10 +422,11 @@ def test_a_head_alone_and_all_heads_together_attend_alike(isa, dtype, rules):
 )
 def test_a_query_has_the_same_bits_decoded_and_in_any_prompt_chunk(isa, sizes, rules):
     sinks, rules = SCORE_RULES[rules]
-    length, queries, rows = 150, 70, 1 + len(DECODING)
-    counts = {"tokens": queries + len(DECODING), "rows": rows}
+    length, queries = 150, 90
+    rows = [(queries, length), *others(queries, sizes.kv_heads)]
+    counts = {"tokens": sum(count for count, _ in rows), "rows": len(rows)}
     sizes = dataclasses.replace(sizes, **counts, dtype="bfloat16", stored="uint16", sinks=sinks)
-    batch = make_ragged(sizes, [(queries, length), *DECODING])
+    batch = make_ragged(sizes, rows)
     slopes = (
         {"alibi_slopes": np.arange(sizes.q_heads, dtype=np.float32) / (-2 * sizes.q_heads)}
         if rules.get("alibi_slopes")
@@ -449,7 +454,7 @@ def test_a_query_has_the_same_bits_decoded_and_in_any_prompt_chunk(isa, sizes, r
     whole = np.asarray(attend({}))
     expected = dense_attention(batch, scale=scale, sliding_window=100, **{**rules, **slopes})
     np.testing.assert_allclose(whole, expected, atol=1e-5, rtol=1e-5)
-    for first, count in ((0, 1), (29, 1), (69, 1), (4, 3), (5, 8), (3, 25), (0, 70)):
+    for first, count in ((0, 1), (29, 1), (89, 1), (4, 3), (5, 8), (3, 25), (0, 90)):
         np.testing.assert_array_equal(run(first, count), whole[first : first + count])
 
 
@@ -458,8 +463,9 @@ def test_a_query_has_the_same_bits_decoded_and_in_any_prompt_chunk(isa, sizes, r
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 @pytest.mark.parametrize("window", [None, 40])
 def test_a_value_that_is_not_finite_reaches_those_who_see_it_alone(isa, dtype, bad, window):
-    sizes = Sizes(6, 2, 64, 16, tokens=33 + len(DECODING), rows=2 + len(DECODING), dtype=dtype)
-    batch = make_ragged(sizes, [(30, 90), (3, 70), *DECODING])
+    rows = [(30, 90), (3, 70), *others(30, kv_heads=2)]
+    sizes = Sizes(6, 2, 64, 16, tokens=sum(count for count, _ in rows), rows=len(rows), dtype=dtype)
+    batch = make_ragged(sizes, rows)
     rules = ScoreRules(scale=0.3, sliding_window=None if window is None else jnp.int32(window))
 
     def attend(pool):

@@ -218,39 +218,36 @@ ffi::Error attention(ffi::ThreadPool threads, ffi::Buffer<ffi::F32> q, ffi::AnyB
       return invalid("attention: cu_q_lens does not ascend from 0");
     if (args.seq_lens[row] > args.max_pages * args.page_size) return invalid("attention: a row is out of range");
   }
-  const auto pieces_of = [&](int64_t queries) {
-    std::vector<Piece> pieces;
-    for (int64_t row = 0; row < rows; ++row) {
-      const int64_t end = std::min<int64_t>(args.cu_q_lens[row + 1], tokens);
-      for (int64_t first = args.cu_q_lens[row]; first < end; first += queries)
-        pieces.push_back({static_cast<int32_t>(row), first, std::min(queries, end - first), 0, args.kv_heads});
-    }
-    return pieces;
-  };
-  int64_t queries = kernels.queries(args);
-  std::vector<Piece> pieces = pieces_of(queries);
-  // Large query blocks pack keys and values less often, but should be enough for all threads.
-  if (static_cast<int64_t>(pieces.size()) * args.kv_heads < 2 * threads.num_threads()) {
-    queries = std::min(queries, FEW_QUERIES);
-    pieces = pieces_of(queries);
-  }
-  // With few query blocks, a piece of work is one kv head of one. With many it is all heads, so that a token's keys and
-  // values of all heads are read together.
-  if (static_cast<int64_t>(pieces.size()) < 4 * threads.num_threads()) {
-    std::vector<Piece> split;
-    for (const Piece& piece : pieces)
-      for (int64_t head = 0; head < args.kv_heads; ++head)
-        split.push_back({piece.row, piece.first, piece.count, head, head + 1});
-    pieces.swap(split);
-  }
   const int64_t used = rows == 0 ? 0 : std::min<int64_t>(args.cu_q_lens[rows], tokens);
+  // Large query blocks pack keys and values less often, but should be enough for all threads.
+  const int64_t suffice = used * args.kv_heads / (2 * threads.num_threads());
+  const int64_t queries = std::min(kernels.queries(args), std::max(suffice, FEW_QUERIES));
+  std::vector<Piece> blocks;
+  for (int64_t row = 0; row < rows; ++row) {
+    const int64_t begin = args.cu_q_lens[row], count = std::min<int64_t>(args.cu_q_lens[row + 1], tokens) - begin;
+    for (int64_t i = 0; i < count_blocks(count, queries); ++i) {
+      const Block block = block_at(count, i, queries);
+      blocks.push_back({static_cast<int32_t>(row), begin + block.first, block.rows, 0, args.kv_heads});
+    }
+  }
+  // A piece of work is all kv heads of a query block, so that a token's keys and values of all heads are read together,
+  // or one of them, where query blocks are few, or have so many rows that the cache holds those of one head.
+  const bool few = static_cast<int64_t>(blocks.size()) < 4 * threads.num_threads();
+  std::vector<Piece> pieces;
+  for (const Piece& block : blocks) {
+    const bool alone = few || block.count * (args.query_heads / args.kv_heads) > ROWS_OF_ALL_HEADS;
+    const int64_t heads = alone ? 1 : args.kv_heads;
+    for (int64_t head = 0; head < args.kv_heads; head += heads)
+      pieces.push_back({block.row, block.first, block.count, head, head + heads});
+  }
   const int64_t token_size = args.query_heads * args.value_dim;
   std::fill(args.out + used * token_size, args.out + tokens * token_size, 0.0f);
-  const int64_t floats = (bf16 ? kernels.floats_bf16 : kernels.floats_f32)(args, queries);
   Workers::shared().run(threads.num_threads(), pieces.size(), [&](int64_t i) {
     static thread_local std::vector<CacheLine> lines;
-    float* scratch = reserve_in_lines<float>(floats, &lines);
     const Piece& piece = pieces[i];
+    const int64_t floats =
+        (bf16 ? kernels.floats_bf16 : kernels.floats_f32)(args, piece.count, piece.head_end - piece.head_begin);
+    float* scratch = reserve_in_lines<float>(floats, &lines);
     (bf16 ? kernels.attend_bf16 : kernels.attend_f32)(args, piece.row, piece.first, piece.count, piece.head_begin,
                                                       piece.head_end, scratch);
   });

@@ -90,7 +90,8 @@ constexpr int64_t LARGE_PIECES = 3;  // pieces per thread where the panels of a 
 constexpr int64_t MASK_WORDS = 128;  // the words of a mask are a multiple of it, and so of LANES
 constexpr int64_t READ_STEP = 512, READ_PIECE = 1 << 20;  // bytes that `read_all` reads at once; per piece of work
 constexpr int KEYS = 32;             // keys per turn of the online softmax
-constexpr int64_t FEW_QUERIES = 8;  // queries per query block, at most, where larger ones would be too few
+constexpr int64_t FEW_QUERIES = 8;  // queries per query block that are worth a piece of work
+constexpr int64_t ROWS_OF_ALL_HEADS = 96;  // larger query blocks are computed for one kv head at a time
 
 struct Block {
   int64_t first, rows;
@@ -127,8 +128,8 @@ struct Kernels {
   void (*linear[NUM_WEIGHTS])(const LinearArgs&, const LinearPanel* panels, int64_t count, float* scratch);
   bool packs_results;  // whether `linear` but for F32 writes `LinearPanel.packed`
   int64_t (*queries)(const AttentionArgs&);  // of a query block, at most
-  int64_t (*floats_f32)(const AttentionArgs&, int64_t queries);  // of the scratch of attend_f32
-  int64_t (*floats_bf16)(const AttentionArgs&, int64_t queries);
+  int64_t (*floats_f32)(const AttentionArgs&, int64_t queries, int64_t kv_heads);  // of the scratch of attend_f32
+  int64_t (*floats_bf16)(const AttentionArgs&, int64_t queries, int64_t kv_heads);
   void (*attend_f32)(const AttentionArgs&, int64_t row, int64_t first, int64_t count, int64_t head_begin,
                      int64_t head_end, float* scratch);
   void (*attend_bf16)(const AttentionArgs&, int64_t row, int64_t first, int64_t count, int64_t head_begin,
