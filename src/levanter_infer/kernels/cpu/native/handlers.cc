@@ -165,6 +165,18 @@ ffi::Error place_tokens(ffi::ThreadPool threads, ffi::Buffer<ffi::F32> q, ffi::A
   return ffi::Error::Success();
 }
 
+// Queries of a query block: as many as possible, up to `most`, because each packs keys and values, while all threads have
+// two pieces of work or more, and about as many each. `used`: the queries of all rows.
+int64_t queries_of_block(int64_t kv_heads, int64_t used, int64_t threads, int64_t most) {
+  threads = std::max<int64_t>(threads, 1);
+  for (int64_t pieces = 2 * threads;; pieces += threads) {
+    const int64_t blocks = pieces / kv_heads;
+    if (blocks == 0) continue;
+    const int64_t queries = count_blocks(used, blocks);
+    if (queries <= most) return std::min(most, std::max(queries, FEW_QUERIES));
+  }
+}
+
 // `ragged_paged_attention`; q and the result in f32. A pool with one head per token is one of latents.
 ffi::Error attention(ffi::ThreadPool threads, ffi::Buffer<ffi::F32> q, ffi::AnyBuffer pool,
                      ffi::Buffer<ffi::S32> layer, ffi::Buffer<ffi::S32> page_indices, ffi::Buffer<ffi::S32> seq_lens,
@@ -219,9 +231,7 @@ ffi::Error attention(ffi::ThreadPool threads, ffi::Buffer<ffi::F32> q, ffi::AnyB
     if (args.seq_lens[row] > args.max_pages * args.page_size) return invalid("attention: a row is out of range");
   }
   const int64_t used = rows == 0 ? 0 : std::min<int64_t>(args.cu_q_lens[rows], tokens);
-  // Large query blocks pack keys and values less often, but should be enough for all threads.
-  const int64_t suffice = used * args.kv_heads / (2 * threads.num_threads());
-  const int64_t queries = std::min(kernels.queries(args), std::max(suffice, FEW_QUERIES));
+  const int64_t queries = queries_of_block(args.kv_heads, used, threads.num_threads(), kernels.queries(args));
   std::vector<Piece> blocks;
   for (int64_t row = 0; row < rows; ++row) {
     const int64_t begin = args.cu_q_lens[row], count = std::min<int64_t>(args.cu_q_lens[row + 1], tokens) - begin;
