@@ -106,8 +106,8 @@ def as_read(isa, dtype, x) -> np.ndarray:
 
 
 def others(queries: int, kv_heads: int) -> list[tuple[int, int]]:
-    """Rows beside a prompt chunk of so many queries, enough for all threads, or for eight: the chunk's query blocks are
-    as large as they may be then."""
+    """Rows beside a prompt chunk of so many queries, which is one query block where all threads, or eight, have two
+    pieces of work nevertheless."""
     needed = 2 * min(os.cpu_count() or 1, 8) * queries // kv_heads - queries
     return [(1, 5), *[(60, 60)] * -(-needed // 60)]
 
@@ -394,12 +394,14 @@ def test_attention_equals_dense_in_every_instruction_set(isa, head_dim, rules):
 
 @each_isa
 @pytest.mark.parametrize("rules", RULES.values(), ids=RULES)
+@pytest.mark.parametrize("page_size", [8, 16])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_head_alone_and_all_heads_together_attend_alike(isa, dtype, rules):
+def test_a_head_alone_and_all_heads_together_attend_alike(isa, dtype, page_size, rules):
     sinks, rules = rules
     # Few blocks of 8 queries are divided by heads, many are not (four a thread).
     rows = 4 * (os.cpu_count() or 1) + 1
-    sizes = Sizes(6, 2, 40, 8, tokens=rows + 8, rows=rows, max_pages=9, dtype=dtype, sinks=sinks)
+    counts = {"tokens": rows + 8, "rows": rows, "max_pages": 9}
+    sizes = Sizes(9, 3, 64, page_size, **counts, dtype=dtype, sinks=sinks)
     batch = make_ragged(sizes, [(9, 70), *((1, 1 + 5 * i % 70) for i in range(rows - 1))])
     call = call_of(batch.arrays, dtype, ScoreRules(scale=0.3, **rules))
     together = np.asarray(cpu.cpu_attention(call, isa_name=isa))

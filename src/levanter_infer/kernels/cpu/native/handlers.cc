@@ -221,8 +221,7 @@ ffi::Error attention(ffi::ThreadPool threads, ffi::Buffer<ffi::F32> q, ffi::AnyB
   const int64_t rows = std::clamp<int64_t>(*num_seqs.typed_data(), 0, page_indices.dimensions()[0]);
   args.num_rows = rows;
   struct Piece {
-    int32_t row;
-    int64_t first, count, head_begin, head_end;
+    int64_t row, first, count, head_begin, head_end;
   };
   const Kernels& kernels = kernels_for(isa);
   for (int64_t row = 0; row < rows; ++row) {
@@ -232,24 +231,23 @@ ffi::Error attention(ffi::ThreadPool threads, ffi::Buffer<ffi::F32> q, ffi::AnyB
   }
   const int64_t used = rows == 0 ? 0 : std::min<int64_t>(args.cu_q_lens[rows], tokens);
   const int64_t queries = queries_of_block(args.kv_heads, used, threads.num_threads(), kernels.queries(args));
-  std::vector<Piece> blocks;
-  for (int64_t row = 0; row < rows; ++row) {
-    const int64_t begin = args.cu_q_lens[row], count = std::min<int64_t>(args.cu_q_lens[row + 1], tokens) - begin;
-    for (int64_t i = 0; i < count_blocks(count, queries); ++i) {
-      const Block block = block_at(count, i, queries);
-      blocks.push_back({static_cast<int32_t>(row), begin + block.first, block.rows, 0, args.kv_heads});
-    }
-  }
+  const auto queries_of_row = [&](int64_t row) {
+    return std::min<int64_t>(args.cu_q_lens[row + 1], tokens) - args.cu_q_lens[row];
+  };
+  int64_t blocks = 0;
+  for (int64_t row = 0; row < rows; ++row) blocks += count_blocks(queries_of_row(row), queries);
   // A piece of work is all kv heads of a query block, so that a token's keys and values of all heads are read together,
   // or one of them, where query blocks are few, or have so many rows that the cache holds those of one head.
-  const bool few = static_cast<int64_t>(blocks.size()) < 4 * threads.num_threads();
+  const bool few = blocks < 4 * threads.num_threads();
   std::vector<Piece> pieces;
-  for (const Piece& block : blocks) {
-    const bool alone = few || block.count * (args.query_heads / args.kv_heads) > ROWS_OF_ALL_HEADS;
-    const int64_t heads = alone ? 1 : args.kv_heads;
-    for (int64_t head = 0; head < args.kv_heads; head += heads)
-      pieces.push_back({block.row, block.first, block.count, head, head + heads});
-  }
+  for (int64_t row = 0; row < rows; ++row)
+    for (int64_t i = 0, count = queries_of_row(row); i < count_blocks(count, queries); ++i) {
+      const Block block = block_at(count, i, queries);
+      const bool alone = few || block.rows * (args.query_heads / args.kv_heads) > ROWS_OF_ALL_HEADS;
+      const int64_t heads = alone ? 1 : args.kv_heads;
+      for (int64_t head = 0; head < args.kv_heads; head += heads)
+        pieces.push_back({row, args.cu_q_lens[row] + block.first, block.rows, head, head + heads});
+    }
   const int64_t token_size = args.query_heads * args.value_dim;
   std::fill(args.out + used * token_size, args.out + tokens * token_size, 0.0f);
   Workers::shared().run(threads.num_threads(), pieces.size(), [&](int64_t i) {

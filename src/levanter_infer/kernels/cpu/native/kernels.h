@@ -77,7 +77,7 @@ struct PlaceArgs {
   int64_t layer, query_heads, kv_heads, head_dim, layer_tokens;
 };
 
-constexpr int64_t MANY_ROWS = 48;     // from here on narrow weights are widened once for all rows
+constexpr int64_t MANY_ROWS = 48;     // from here on narrow weights, keys and values are widened once for all rows
 constexpr int64_t PREFETCHED = 2048;  // how far ahead, in bytes, weights are prefetched
 constexpr int64_t PREFETCHED_PAIRS = 8192;  // the same where pairs are multiplied
 constexpr int64_t PREPARED_ROWS = 4;
