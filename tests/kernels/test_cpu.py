@@ -398,7 +398,7 @@ def test_attention_equals_dense_in_every_instruction_set(isa, head_dim, rules):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_head_alone_and_all_heads_together_attend_alike(isa, dtype, page_size, rules):
     sinks, rules = rules
-    # Few blocks of 8 queries are divided by heads, many are not (four a thread).
+    # The heads of a query block are divided where it is more than a quarter of a thread's work.
     rows = 4 * (os.cpu_count() or 1) + 1
     counts = {"tokens": rows + 8, "rows": rows, "max_pages": 9}
     sizes = Sizes(9, 3, 64, page_size, **counts, dtype=dtype, sinks=sinks)

@@ -77,7 +77,7 @@ def reference_choice(call: AttentionCall, queries: IndexQueries) -> Array:
 
 
 def _gathered(call: AttentionCall) -> tuple[Array, Array]:
-    """What the pages of each row hold, f32[R, positions, Hkv, sides, D], and whether there is a page, bool[R,
+    """The contents of each row's pages, f32[R, positions, Hkv, sides, D], and whether there is a page, bool[R,
     positions]."""
     stored = decode_bits(call.kv_pages.at[call.layer, call.page_indices].get(mode="clip"), call.kv_dtype)
     mapped = jnp.repeat(call.page_indices < call.kv_pages.shape[1], call.page_size, axis=1)

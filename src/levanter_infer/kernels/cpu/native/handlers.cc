@@ -232,21 +232,28 @@ ffi::Error attention(ffi::ThreadPool threads, ffi::Buffer<ffi::F32> q, ffi::AnyB
   const int64_t used = rows == 0 ? 0 : std::min<int64_t>(args.cu_q_lens[rows], tokens);
   const int64_t queries = queries_of_block(args.kv_heads, used, threads.num_threads(), kernels.queries(args));
   const auto queries_of_row = [&](int64_t row) {
-    return std::min<int64_t>(args.cu_q_lens[row + 1], tokens) - args.cu_q_lens[row];
+    return std::max<int64_t>(0, std::min<int64_t>(args.cu_q_lens[row + 1], tokens) - args.cu_q_lens[row]);
   };
-  int64_t blocks = 0;
-  for (int64_t row = 0; row < rows; ++row) blocks += count_blocks(queries_of_row(row), queries);
-  // A piece of work is all kv heads of a query block, so that a token's keys and values of all heads are read together,
-  // or one of them, where query blocks are few, or have so many rows that the cache holds those of one head.
-  const bool few = blocks < 4 * threads.num_threads();
+  // A piece of work is all kv heads of a query block, because a token's keys and values of all heads stand together, or
+  // as many as are at most a quarter of a thread's work, or one of a block with so many rows that the cache holds those
+  // of one head.
+  const auto work_of_head = [&](int64_t row) {  // of one query: the keys that it sees, about
+    return std::max<int64_t>(1, std::min<int64_t>(args.seq_lens[row], args.window));
+  };
+  int64_t work = 0;
+  for (int64_t row = 0; row < rows; ++row) work += queries_of_row(row) * work_of_head(row) * args.kv_heads;
+  const int64_t most_work = work / (HEAD_PIECES * std::max<int64_t>(threads.num_threads(), 1));
   std::vector<Piece> pieces;
   for (int64_t row = 0; row < rows; ++row)
     for (int64_t i = 0, count = queries_of_row(row); i < count_blocks(count, queries); ++i) {
       const Block block = block_at(count, i, queries);
-      const bool alone = few || block.rows * (args.query_heads / args.kv_heads) > ROWS_OF_ALL_HEADS;
-      const int64_t heads = alone ? 1 : args.kv_heads;
-      for (int64_t head = 0; head < args.kv_heads; head += heads)
-        pieces.push_back({row, args.cu_q_lens[row] + block.first, block.rows, head, head + heads});
+      const bool many_rows = block.rows * (args.query_heads / args.kv_heads) > ROWS_OF_ALL_HEADS;
+      const int64_t fitting = many_rows ? 1 : most_work / (block.rows * work_of_head(row));
+      const int64_t heads = std::clamp<int64_t>(fitting, 1, args.kv_heads);
+      for (int64_t part = 0; part < count_blocks(args.kv_heads, heads); ++part) {
+        const Block of = block_at(args.kv_heads, part, heads);
+        pieces.push_back({row, args.cu_q_lens[row] + block.first, block.rows, of.first, of.first + of.rows});
+      }
     }
   const int64_t token_size = args.query_heads * args.value_dim;
   std::fill(args.out + used * token_size, args.out + tokens * token_size, 0.0f);

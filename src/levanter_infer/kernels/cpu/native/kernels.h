@@ -91,6 +91,7 @@ constexpr int64_t MASK_WORDS = 128;  // the words of a mask are a multiple of it
 constexpr int64_t READ_STEP = 512, READ_PIECE = 1 << 20;  // bytes that `read_all` reads at once; per piece of work
 constexpr int KEYS = 32;             // keys per turn of the online softmax
 constexpr int64_t FEW_QUERIES = 8;  // queries per query block that are worth a piece of work
+constexpr int64_t HEAD_PIECES = 4;  // pieces of attention per thread, at least, into which kv heads are divided
 constexpr int64_t ROWS_OF_ALL_HEADS = 96;  // larger query blocks are computed for one kv head at a time
 
 struct Block {
