@@ -84,7 +84,7 @@ class StopSignal:
 
     @property
     def exit_status(self) -> int:
-        """Of a run that a signal has stopped."""
+        """Exit status of a run that a signal has stopped."""
         return 130 if self.received == signal.SIGINT else 0
 
     def _receive(self, number: int, _) -> None:

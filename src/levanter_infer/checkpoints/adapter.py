@@ -110,7 +110,7 @@ class Change:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Of the matrix that is changed."""
+        """Shape of the matrix that is changed."""
         outs = self.up.shape[0] if self.outs is None else self.outs[1] - self.outs[0]
         return (self.down.shape[1], outs) if self.transposed else (outs, self.down.shape[1])
 
@@ -144,7 +144,7 @@ def _floats(tensor: StoredTensor) -> np.ndarray:
 
 @dataclass(frozen=True)
 class ExpertsChange:
-    """Of all experts of a layer, as `Change` has it of one."""
+    """The changes of all experts of a layer; `Change` is that of one."""
 
     down: StoredTensor
     up: StoredTensor
@@ -153,12 +153,12 @@ class ExpertsChange:
     num_experts: int
 
     def of(self, expert: int, outs: tuple[int, int] | None = None) -> Change:
-        """The change of one. Args: outs: as in `Change`."""
+        """The change of one expert. Args: outs: as in `Change`."""
         return Change(self.down, self.up, self.scale, self.transposed, (expert, self.num_experts), outs)
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the tensor that is changed."""
+        """Shape of the tensor that is changed."""
         return (self.num_experts, *self.of(0).shape)
 
 

@@ -89,8 +89,8 @@ def _first_slots(mask: Array, count: int) -> Array:
 
 
 def lookup(tokens: Array, lens: Array, sizes: SpeculationShapes) -> tuple[Array, Array]:
-    """How many of each row's last tokens have occurred before, and what followed them: of the longest such match, and
-    the latest of equally long ones.
+    """For each row, the number of its last tokens that have occurred before, and the tokens that followed them: the
+    longest such match, and the latest of equally long ones.
 
     A draft that reaches the end of the known tokens goes on with its own first tokens, like a text that repeats itself.
 

@@ -11,7 +11,7 @@ _LONGER, _MIN_LONGER = 0.03, 0.25
 """Growth from one round to the next, as a fraction and in steps: one round that is too long costs as much as many that
 are a little too short."""
 _MOST_OVERSHOOT = 8
-"""How many times its time a round takes at most, if it computes prompts after rounds that could have and did not."""
+"""Largest ratio of a round's time to its target, where it computes prompts after rounds that could have and did not."""
 
 
 class RoundLengthController:

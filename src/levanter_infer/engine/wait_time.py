@@ -8,7 +8,7 @@ wait."""
 
 
 class WaitTime:
-    """How fast requests cease to wait, while any do."""
+    """Measures the rate at which requests leave the queue, while any wait."""
 
     def __init__(self):
         self._seconds, self._count, self._since = 1.0, 1.0, 0.0

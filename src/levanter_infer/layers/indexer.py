@@ -93,10 +93,10 @@ class Indexer(eqx.Module):
 
 @dataclass(frozen=True)
 class IndexPart:
-    """What an indexer computes of the tokens of a layer."""
+    """The index queries and keys of the tokens of a layer."""
 
     queries: IndexQueries
-    """Of the tokens [...] in the stead of [T]."""
+    """With the token axes [...] in place of [T]."""
     keys: Array
     """[..., head_size], the index keys."""
 

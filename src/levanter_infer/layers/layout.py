@@ -177,11 +177,11 @@ class Layout:
 
     @property
     def kv_copies(self) -> int:
-        """How often each key and value head of the first layer with attention is there."""
+        """Copies of each key and value head of the first layer with attention, over all devices."""
         return self.copies_of(self.num_kv_heads)
 
     def copies_of(self, num_kv_heads: int) -> int:
-        """How often each key and value head is there, of layers that have `num_kv_heads`."""
+        """Copies of each key and value head, over all devices, in layers that have `num_kv_heads`."""
         return self.model.parts // math.gcd(num_kv_heads, self.model.parts)
 
     @property

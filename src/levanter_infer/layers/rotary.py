@@ -34,8 +34,8 @@ class RopeConfig:
     """One of `ROPE_KINDS`."""
     theta: float = 10000.0
     factor: float | None = None
-    """How far the context is stretched; all kinds but default (longrope: for the attention factor; proportional: None
-    is 1)."""
+    """Factor by which the context is extended; all kinds but default (longrope: for the attention factor; proportional:
+    None is 1)."""
     original_len: int | None = None
     """Tokens of context before scaling; all kinds but default, linear and proportional."""
     attention_factor: float | None = None

@@ -26,7 +26,7 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
 
 
 def read_lfm2_sizes(raw: Mapping[str, Any]) -> tuple[HfConfig, Sizes]:
-    """What all models read alike, but for the layers."""
+    """The configuration and the sizes that all models have, without the layers."""
     names = {"block_ff_dim": "intermediate_size", "tie_embedding": "tie_word_embeddings"}  # of Liquid's own files
     instead = {new: raw[old] for old, new in names.items() if old in raw}
     hf = HfConfig({**{key: value for key, value in raw.items() if key not in names}, **instead})

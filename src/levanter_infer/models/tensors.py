@@ -30,7 +30,7 @@ _STACK = "layers."
 
 
 class Order(enum.Enum):
-    """How the rows of several parameters stand in one tensor."""
+    """The order of the rows of several parameters in one tensor."""
 
     ONE_BY_ONE = "all rows of the first, then those of the next"
     """Phi-3's `qkv_proj`."""
@@ -242,7 +242,7 @@ def _parts(model: DecoderModel, tensor: Tensor, paths: Sequence[str], stack: Sta
 
 
 def _groups(order: Order, rows: tuple[int, ...], stack: Stack | None) -> int:
-    """How often rows alternate between the parameters of a tensor."""
+    """The number of times that rows alternate between the parameters of a tensor."""
     mixer = stack and stack.block.mixer
     match order:
         case Order.ALTERNATING:
