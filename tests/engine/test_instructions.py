@@ -2,6 +2,7 @@
 them."""
 
 import contextlib
+import dataclasses
 import json
 import logging
 import os
@@ -18,6 +19,7 @@ from levanter_infer import EngineConfig, InferenceEngine, Request, SamplingParam
 from levanter_infer.engine import backend_choice, instructions
 from levanter_infer.engine.backend_choice import BackendChoice
 from levanter_infer.engine.instructions import ROWS, choose, fastest, from_record, usable_isas
+from levanter_infer.engine.runner import shapes_for
 from levanter_infer.kernels.cpu import bindings as cpu
 from levanter_infer.kernels.cpu.backend import CpuBackend
 from levanter_infer.runtime.compile_cache import VARIABLE, cache_directory
@@ -236,6 +238,16 @@ def test_it_is_refused_where_the_kernels_compute_nothing():
         BackendChoice.choose(config, tiny_model(), has_mods=False)
     alone = BackendChoice.choose(EngineConfig(matmul="xla", attention="xla"), tiny_model(), has_mods=False)
     assert alone.isa is None
+
+
+@pytest.mark.parametrize(
+    ("isa", "max_seq_len", "tokens"), [("avx2", 64, 256), ("amx_bf16", 64, 512), ("amx_bf16", 6, 384)]
+)
+def test_steps_of_the_matmuls_in_tiles_have_more_tokens(isa, max_seq_len, tokens):
+    config, model = EngineConfig(max_seqs=64, max_seq_len=max_seq_len, page_size=2), tiny_model(dtype="bfloat16")
+    choice = BackendChoice.choose(config, model, has_mods=False)
+    choice = dataclasses.replace(choice, matmul_backend=CpuBackend(isa=isa))
+    assert shapes_for(config, model, choice, num_eos=1, is_loaded=True).max_step_tokens == tokens
 
 
 def sampled(isa: str, dtype: str):

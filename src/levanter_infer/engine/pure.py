@@ -102,7 +102,7 @@ def generate(
             f'engine.numerics="batch_invariant" of {model.config.model_type} depends on how XLA compiles, and '
             "generate leaves that to the caller's jit; use InferenceEngine, or default"
         )
-    step_tokens = backend.platform.step_tokens
+    step_tokens = backend.matmul_backend.step_tokens
     shapes = backend.adapt(_shapes(config, model, params, prompts.shape, len(eos_token_ids), step_tokens))
     validate_sampling(params, RequestLimits.of(shapes, config))
     batch, n = prompts.shape[0], params.n

@@ -581,7 +581,7 @@ def shapes_for(
     """
     unread = 0 if is_loaded else backend.device_bytes(backend.prepared_types(types))
     shapes = resolve_shapes(
-        config, types, num_eos, unread, backend.page_bytes, device_bytes, backend.platform.step_tokens
+        config, types, num_eos, unread, backend.page_bytes, device_bytes, backend.matmul_backend.step_tokens
     )
     shapes = backend.adapt(shapes)
     if scoring:

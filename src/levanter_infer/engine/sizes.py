@@ -123,7 +123,7 @@ def resolve_shapes(
         unread_bytes: weights that still have to be loaded into the memory of a device.
         page_bytes_of: bytes of a page in one device's memory, as `page_bytes`; by default those of all heads.
         device_bytes: memory of a device elsewhere; None: the free memory of this process's first device.
-        step_tokens: as in `Platform`.
+        step_tokens: as in `Backend`.
     Raises: ValueError if the pool could not hold one page per running sequence, or sizes contradict each other.
     """
     arch = model.config

@@ -282,6 +282,11 @@ class Backend(ABC):
 
     # Matmuls
 
+    @property
+    def step_tokens(self) -> int:
+        """As `Platform.step_tokens`, for its matmuls."""
+        return self.platform.step_tokens
+
     @abstractmethod
     def activation_dtype(self, dtype: jnp.dtype) -> jnp.dtype:
         """Dtype of the residual stream of a model with weights of `dtype`."""
