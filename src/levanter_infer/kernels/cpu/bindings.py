@@ -28,6 +28,7 @@ from jax.core import Tracer
 
 from levanter_infer.kernels.call import AttentionCall, GroupedCall, KvWrite, LinearCall
 from levanter_infer.kernels.cpu import huge_pages, sources
+from levanter_infer.kernels.rules import LOG2_E
 
 _LIBRARY = "levanter_infer.kernels.cpu._native"
 _CALLS = (
@@ -321,8 +322,8 @@ def cpu_attention(call: AttentionCall, *, isa_name: str | None = None) -> Array:
     if call.value_dim is not None and call.kv_heads != 1:
         raise ValueError(f'impl="cpu" reads latents of one head, not of {call.kv_heads}; use "xla"')
     f32, num_heads = jnp.float32, call.q.shape[1]
-    far = jnp.int32(2**31 - 1)
-    slopes = jnp.zeros(num_heads, f32) if rules.alibi_slopes is None else rules.alibi_slopes
+    far, log2_e = jnp.int32(2**31 - 1), np.float32(LOG2_E)  # the kernel takes powers of 2
+    slopes = jnp.zeros(num_heads, f32) if rules.alibi_slopes is None else rules.alibi_slopes * log2_e
     out = jax.ShapeDtypeStruct(call.out_shape, f32)
     result = jax.ffi.ffi_call("levanter_infer_attention", out, vmap_method="sequential")(
         call.q.astype(f32),
@@ -334,9 +335,9 @@ def cpu_attention(call: AttentionCall, *, isa_name: str | None = None) -> Array:
         call.num_seqs,
         far if rules.sliding_window is None else rules.sliding_window,
         slopes,
-        jnp.full(num_heads, -jnp.inf, f32) if sinks is None else sinks,
-        scale=np.float32(rules.scale),
-        soft_cap=np.float32(rules.soft_cap or 0),
+        jnp.full(num_heads, -jnp.inf, f32) if sinks is None else sinks * log2_e,
+        scale=np.float32(rules.scale * LOG2_E),
+        soft_cap=np.float32((rules.soft_cap or 0) * LOG2_E),
         attention_chunk=np.int64(rules.attention_chunk or 0),
         isa=isa_name or isa(),
     )

@@ -60,7 +60,7 @@ struct AttentionArgs {
   int64_t sides, value_dim;      // sides 1: values are the first value_dim numbers of keys, and not stored beside them
   int64_t chunk;                 // positions of an attention chunk; 0: none
   int64_t num_rows;              // rows in use
-  float scale, soft_cap;         // soft_cap 0: none
+  float scale, soft_cap;         // scores are logarithms to base 2; soft_cap 0: none
   const float *slopes, *sinks;   // [query_heads]; sinks of -inf: none
   bool sloped;                   // whether any slope is not 0
 };
