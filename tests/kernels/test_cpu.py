@@ -593,6 +593,23 @@ def test_bounds_that_do_not_ascend_from_0_are_refused(bounds):
 
 
 @built
+@pytest.mark.parametrize(
+    ("changed", "window", "reason"),
+    [
+        ({"seq_lens": [7]}, None, "more queries than tokens"),
+        ({"seq_lens": [-1]}, None, "more queries than tokens"),
+        ({}, -1, "window is negative"),
+    ],
+)
+def test_positions_before_the_first_are_refused(changed, window, reason):
+    batch = make_ragged(Sizes(2, 1, 16, 4, rows=1, max_pages=40), [(8, 8)])
+    arrays = {**batch.arrays, **{name: jnp.asarray(values, jnp.int32) for name, values in changed.items()}}
+    rules = ScoreRules(scale=0.3, sliding_window=None if window is None else jnp.int32(window))
+    with pytest.raises(Exception, match=reason):
+        jax.block_until_ready(cpu.cpu_attention(call_of(arrays, "float32", rules)))
+
+
+@built
 def test_a_model_of_float16_is_not_taken_for_bfloat16():
     model = tiny_model(dtype="float16")
     with pytest.raises(ValueError, match="not float16"):

@@ -216,6 +216,7 @@ ffi::Error attention(ffi::ThreadPool threads, ffi::Buffer<ffi::F32> q, ffi::AnyB
   args.sloped = std::any_of(args.slopes, args.slopes + args.query_heads, [](float slope) { return slope != 0; });
   args.sinks = sinks.typed_data();
   if (args.layer < 0 || args.layer >= shape[0]) return invalid("attention: there is no such layer");
+  if (args.window < 0) return invalid("attention: the window is negative");
 
   const int64_t tokens = q.dimensions()[0];
   const int64_t rows = std::clamp<int64_t>(*num_seqs.typed_data(), 0, page_indices.dimensions()[0]);
@@ -228,6 +229,8 @@ ffi::Error attention(ffi::ThreadPool threads, ffi::Buffer<ffi::F32> q, ffi::AnyB
     if ((row == 0 && args.cu_q_lens[0] != 0) || args.cu_q_lens[row] > args.cu_q_lens[row + 1])
       return invalid("attention: cu_q_lens does not ascend from 0");
     if (args.seq_lens[row] > args.max_pages * args.page_size) return invalid("attention: a row is out of range");
+    if (args.seq_lens[row] < args.cu_q_lens[row + 1] - args.cu_q_lens[row])
+      return invalid("attention: a row has more queries than tokens");
   }
   const int64_t used = rows == 0 ? 0 : std::min<int64_t>(args.cu_q_lens[rows], tokens);
   const int64_t queries = queries_of_block(args.kv_heads, used, threads.num_threads(), kernels.queries(args));
