@@ -94,7 +94,7 @@ class CpuBackend(XlaBackend):
 
     @property
     def step_tokens(self) -> int:
-        """Twice as many in tiles, which take less time for the matmuls of 256 tokens than memory for their weights."""
+        """Twice as many in tiles, where reading the weights takes a fifth of the time of 256 tokens' matmuls."""
         return (2 if (self.isa or bindings.isa()) == "amx_bf16" else 1) * super().step_tokens
 
     def activation_dtype(self, dtype: jnp.dtype) -> jnp.dtype:
