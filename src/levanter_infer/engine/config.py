@@ -74,8 +74,8 @@ class EngineConfig:
     """Prompt and generated tokens of one sequence. Default: the model's context length, at most 32768."""
     max_step_tokens: int | None = None
     """Tokens computed in one step, at most; bounds the prompt chunks of chunked prefill. Default 256, or 4 *
-    max_seqs if that is more; on a GPU 2048, on a CPU with the kernels of AMX 512, or `max_seqs` * `max_seq_len` if that
-    is less."""
+    max_seqs if that is more; if `max_seqs` * `max_seq_len` is more than both, as many, up to 2048 on a GPU and 512 with
+    the CPU kernels for AMX."""
     kv_dtype: str | None = None
     """dtype of the KV cache: float32, bfloat16, float16, int8 (with a scale per head and token) or float8_e4m3fn.
     Default: that of the model's weights. The precision of the narrow ones: docs/numerics.md."""
