@@ -10,7 +10,7 @@
 namespace levanter_infer::avx512 {
 constexpr int LANES = 16;
 constexpr int64_t ROWS = 12;
-#define LEVANTER_INFER_SCALEF  // for power_of_two: p * 2^n is one instruction
+#define LEVANTER_INFER_SCALEF  // p * 2^n is one instruction
 inline __attribute__((always_inline)) __m512i ints_of(const int8_t* from) {
   return _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
 }
