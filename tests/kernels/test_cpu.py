@@ -207,9 +207,9 @@ def test_norm_gate_and_residual_in_the_same_call_equal_numpy(isa, inputs, dtype)
 
 # Sizes at which linear.inc, pairs.inc, tiles.inc and handlers.cc take another path: blocks of rows (6, 12 and 16, of
 # tiles in pairs), narrow weights widened once (48 rows), groups of blocks (512 rows), blocks of inputs (1024; 512 of
-# int8) and parts (512), tiles of inputs (32) whole and in part, panels (16 and 32 outputs)
+# int8) and parts (192 to 512, as there are rows), tiles of inputs (32) whole and in part, panels (16 and 32 outputs)
 # whole and in part, several panels in one piece of work.
-ROW_COUNTS = (1, 6, 7, 12, 13, 16, 17, 32, 33, 47, 48, 49, 97, 530)
+ROW_COUNTS = (1, 6, 7, 12, 13, 16, 17, 32, 33, 47, 48, 49, 97, 130, 530)
 MANY_OUTPUTS = 32 * 8 * 16 + 5
 
 
