@@ -12,14 +12,13 @@ from levanter_infer.decode.constraints import RowMasks
 from levanter_infer.decode.sampling import (
     History,
     LogitStats,
+    PlainRows,
     SampleOutput,
     SamplingTable,
     likeliest,
     logprobs_of,
     sample,
-    sample_best,
     stop_match,
-    takes_best,
 )
 from levanter_infer.decode.sampling_draw import draw, num_words, random_words, row_sums
 from levanter_infer.decode.sampling_filters import filter_thresholds, float_keys, key_floats
@@ -449,33 +448,62 @@ def test_a_forced_row_gets_what_masking_and_drawing_would_give_it(backend):
         np.testing.assert_array_equal(np.asarray(ours.processed_logprobs)[alone], 0)
 
 
-def test_rows_that_take_the_best_have_the_same_bits_without_their_logits():
-    backend, logits, slots = make_backend("cpu"), LOGITS.copy(), jnp.arange(SLOTS, dtype=jnp.int32)
-    logits[1, 7], logits[2], logits[3, 9] = np.nan, -np.inf, np.inf
-    logits[4, [5, 50]] = logits[4].max() + 1  # a tie
-    lens = jnp.asarray(SEQ_LENS)
-    history = History(lens, jnp.asarray(TOKENS), slots, jnp.asarray(PROMPT_LENS), lens)
-    table = table_of([SamplingParams(temperature=0)] * SLOTS, VOCAB)
+PLAIN = [
+    SamplingParams(temperature=0),
+    SamplingParams(),
+    SamplingParams(temperature=0.3, top_k=7),
+    SamplingParams(top_p=0.8),
+    SamplingParams(temperature=1.4, top_k=30, top_p=0.9, logprobs=0),
+]
+SPOILT = LOGITS.copy()
+SPOILT[1, 7], SPOILT[2], SPOILT[3, 9] = np.nan, -np.inf, np.inf
+SPOILT[4, [5, 50]] = SPOILT[4].max() + 1  # a tie
+
+
+def history_of(slots) -> History:
+    lens = jnp.asarray(SEQ_LENS)[slots]
+    return History(lens, jnp.asarray(TOKENS), slots, jnp.asarray(PROMPT_LENS)[slots], lens)
+
+
+@pytest.mark.parametrize("shift", range(len(PLAIN)))
+def test_plain_rows_have_the_same_bits_without_their_logits(shift):
+    """All at once, and a few among others, as `decode.step` samples them."""
+    backend, vocab, slots = make_backend("cpu"), Vocabulary(VOCAB), jnp.arange(SLOTS, dtype=jnp.int32)
+    table = table_of([PLAIN[(slot + shift) % len(PLAIN)] for slot in range(SLOTS)], VOCAB)
 
     @jax.jit
-    def both(logits, rows):
+    def plainly(logits):
         stats = LogitStats.of_kernel(backend, logits, jnp.int32(SLOTS))
         assert stats is not None
-        whole = sample(logits, rows, history, max_top=MAX_TOP, stats=stats, backend=backend)
-        best = sample_best(stats, MAX_TOP, Vocabulary(VOCAB))
-        return takes_best(rows, history, Vocabulary(VOCAB)), whole, best
+        plain = PlainRows.of(logits, table.rows(slots), history_of(slots), stats, jnp.int32(SLOTS), vocab, backend)
+        assert plain is not None
+        return (
+            stats,
+            plain,
+            [jax.tree.map(lambda own, i=i: own[i : i + 4], plain).sampled(MAX_TOP, vocab) for i in (0, 5)],
+        )
 
-    taken, whole, best = both(jnp.asarray(logits), table.rows(slots))
-    assert np.asarray(taken).all() and not np.asarray(best.possible)[1:4].any() and np.asarray(best.tokens)[4] == 5
-    for one, other in zip(jax.tree.leaves(whole), jax.tree.leaves(best), strict=True):
-        assert np.asarray(one).tobytes() == np.asarray(other).tobytes()
+    @jax.jit
+    def whole(logits, stats, slots):
+        rows = table.rows(slots)
+        return sample(logits, rows, history_of(slots), max_top=MAX_TOP, stats=stats, vocab=vocab, backend=backend)
+
+    stats, plain, parts = plainly(jnp.asarray(SPOILT))
+    assert np.asarray(plain.are_plain).all() and not np.asarray(parts[0].possible)[1:4].any()
+    if shift % len(PLAIN) == 1:
+        assert np.asarray(plain.tokens)[4] == 5
+    for first, part in zip((0, 5), parts, strict=True):
+        own = slice(first, first + 4)
+        wanted = whole(jnp.asarray(SPOILT[own]), jax.tree.map(lambda array, own=own: array[own], stats), slots[own])
+        for one, other in zip(jax.tree.leaves(part), jax.tree.leaves(wanted), strict=True):
+            assert np.asarray(one).tobytes() == np.asarray(other).tobytes()
 
 
 @pytest.mark.parametrize(
     "asked",
     [
-        dict(temperature=1e-4),
         dict(logprobs=1),
+        dict(min_p=0.1, temperature=1),
         dict(logit_bias={3: 1.0}),
         dict(repetition_penalty=1.1),
         dict(frequency_penalty=0.1),
@@ -483,17 +511,33 @@ def test_rows_that_take_the_best_have_the_same_bits_without_their_logits():
         dict(min_tokens=50),
     ],
 )
-def test_rows_that_ask_for_more_do_not_take_the_best(asked):
-    greedy = SamplingParams(temperature=0)
-    table = table_of([SamplingParams(**{"temperature": 0, **asked}), greedy, greedy], VOCAB)
+@pytest.mark.parametrize("temperature", [0, 0.7])
+def test_rows_that_ask_for_more_are_not_plain(asked, temperature):
+    backend, vocab, other = make_backend("cpu"), Vocabulary(VOCAB), SamplingParams(temperature=temperature)
+    table = table_of([SamplingParams(**{"temperature": temperature, **asked}), other, other], VOCAB)
     slots, lens = jnp.asarray([0, 1, 3], jnp.int32), jnp.asarray([9, 9, 0], jnp.int32)
     history = History(lens, jnp.zeros((3, 16), jnp.int32), slots, jnp.asarray([4, 4, 0]), lens)
-    assert takes_best(table.rows(slots), history, Vocabulary(VOCAB)).tolist() == [False, True, True]
+
+    @jax.jit
+    def are_plain(masks):
+        logits = jnp.asarray(LOGITS[:3])
+        stats = LogitStats.of_kernel(backend, logits, jnp.int32(2))
+        assert stats is not None
+        plain = PlainRows.of(logits, table.rows(slots), history, stats, jnp.int32(2), vocab, backend, masks)
+        assert plain is not None
+        return plain.are_plain
+
+    assert are_plain(None).tolist() == [False, True, True]
     for forced in ([VOCAB, 5, VOCAB], [VOCAB, VOCAB, VOCAB]):
-        masks = RowMasks(
-            jnp.zeros((3, -(-VOCAB // 32)), jnp.uint32), jnp.asarray([False, True, False]), jnp.asarray(forced)
-        )
-        assert takes_best(table.rows(slots), history, Vocabulary(VOCAB), masks).tolist() == [False, False, True]
+        masks = RowMasks(jnp.zeros((3, 128), jnp.uint32), jnp.asarray([False, True, False]), jnp.asarray(forced))
+        assert are_plain(masks).tolist() == [False, False, True]
+
+
+def test_without_kernels_that_draw_no_row_is_plain():
+    logits, slots, vocab = jnp.asarray(LOGITS), jnp.arange(SLOTS, dtype=jnp.int32), Vocabulary(VOCAB)
+    stats, rows = LogitStats.of(logits), table_of(PLAIN[:1] * SLOTS, VOCAB).rows(slots)
+    of_rows = rows, history_of(slots), stats, jnp.int32(SLOTS), vocab
+    assert PlainRows.of(logits, *of_rows, make_backend("xla")) is None
 
 
 @pytest.mark.parametrize("name", nightly_but(["cpu"], ["cpu", "tpu_interpret", "gpu_interpret"]))

@@ -1,12 +1,19 @@
-"""The distribution that is sampled from is the exact one, for every parameter and for mixtures."""
+"""The distribution that is sampled from is the exact one, for every parameter and for mixtures.
+
+By XLA's code and by the C++ kernels.
+"""
+
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from levanter_infer.decode.sampling import History, SampleOutput, SamplingTable, sample
+from levanter_infer.decode.sampling import History, LogitStats, SampleOutput, SamplingTable, sample
 from levanter_infer.engine.params import SamplingParams
+from levanter_infer.kernels.backend import Backend
+from levanter_infer.kernels.registry import make_backend
 from tests.decode.sampling_oracle import EOS, chi_square_p, distribution, limits_for, table_of
 
 pytestmark = pytest.mark.usefixtures("optimized")  # bits and distributions of what users run
@@ -18,12 +25,18 @@ SHARDED = np.random.default_rng(7).normal(size=VOCAB).astype(np.float32) * 1.3
 TIED = np.round(SHARDED * 2) / 2
 
 
-@jax.jit
-def many(logits, table: SamplingTable, tokens) -> SampleOutput:
+@pytest.fixture(params=[None, "cpu"], ids=["xla", "kernels"])
+def backend(request) -> Backend | None:
+    return None if request.param is None else make_backend(request.param)
+
+
+@functools.partial(jax.jit, static_argnums=3)
+def many(logits, table: SamplingTable, tokens, backend: Backend | None) -> SampleOutput:
     """DRAWS draws of slot 0, which differ in position only."""
     slots = jnp.zeros(DRAWS, jnp.int32)
+    logits = jnp.broadcast_to(logits, (DRAWS, VOCAB))
     return sample(
-        jnp.broadcast_to(logits, (DRAWS, VOCAB)),
+        logits,
         table.rows(slots),
         History(
             positions=jnp.arange(DRAWS, dtype=jnp.int32),
@@ -33,13 +46,15 @@ def many(logits, table: SamplingTable, tokens) -> SampleOutput:
             seq_lens=slots + len(PROMPT) + len(OUTPUT),
         ),
         max_top=0,
+        stats=None if backend is None else LogitStats.of_kernel(backend, logits, jnp.int32(DRAWS)),
+        backend=backend,
     )
 
 
-def draws_of(logits, params: SamplingParams, seed: int) -> SampleOutput:
+def draws_of(logits, params: SamplingParams, seed: int, backend: Backend | None) -> SampleOutput:
     history = PROMPT + OUTPUT
     tokens = jnp.asarray([history + [0] * (MAX_LEN - len(history))], jnp.int32)
-    return many(jnp.asarray(logits, jnp.float32)[None], table_of([params], VOCAB, seeds=[seed]), tokens)
+    return many(jnp.asarray(logits, jnp.float32)[None], table_of([params], VOCAB, seeds=[seed]), tokens, backend)
 
 
 CASES = {
@@ -82,11 +97,11 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_sampled_distribution_is_the_exact_one(name):
+def test_sampled_distribution_is_the_exact_one(name, backend):
     params = SamplingParams(**CASES[name])
     logits = SHARDED.copy()
     logits[EOS] = 2.0
-    out = draws_of(logits, params, seed=11)
+    out = draws_of(logits, params, seed=11, backend=backend)
     exact = distribution(logits, params, PROMPT, OUTPUT)
     counts = np.bincount(np.asarray(out.tokens), minlength=VOCAB)
     assert counts[exact == 0].sum() == 0
@@ -95,8 +110,8 @@ def test_sampled_distribution_is_the_exact_one(name):
     assert np.asarray(out.finite).all()
 
 
-def test_chi_square_notices_a_neighbouring_distribution():
-    out = draws_of(SHARDED, SamplingParams(temperature=1.0), seed=11)
+def test_chi_square_notices_a_neighbouring_distribution(backend):
+    out = draws_of(SHARDED, SamplingParams(temperature=1.0), seed=11, backend=backend)
     counts = np.bincount(np.asarray(out.tokens), minlength=VOCAB)
     assert chi_square_p(counts, distribution(SHARDED, SamplingParams(temperature=1.1), PROMPT, OUTPUT)) < 1e-4
 
@@ -104,27 +119,27 @@ def test_chi_square_notices_a_neighbouring_distribution():
 @pytest.mark.parametrize(
     "changes", [{"top_k": 7}, {"top_p": 0.3}, {"top_k": 70, "top_p": 0.8}, {"top_k": 3, "top_p": 0.5}]
 )
-def test_filters_keep_all_tokens_that_tie_with_the_threshold(changes):
+def test_filters_keep_all_tokens_that_tie_with_the_threshold(changes, backend):
     params = SamplingParams(**changes)
     exact = distribution(TIED, params, PROMPT, OUTPUT)
     weakest = TIED[exact > 0].min()
     assert (TIED == weakest).sum() > 1 and (exact[TIED == weakest] > 0).all()
-    out = draws_of(TIED, params, seed=5)
+    out = draws_of(TIED, params, seed=5, backend=backend)
     counts = np.bincount(np.asarray(out.tokens), minlength=VOCAB)
     assert counts[exact == 0].sum() == 0
     assert chi_square_p(counts, exact) > 1e-4
 
 
-def test_tokens_without_probability_are_never_drawn():
+def test_tokens_without_probability_are_never_drawn(backend):
     logits = np.full(VOCAB, -np.inf, np.float32)
     logits[[0, 15, 16, 77, 198]] = [0.0, -3e38, 1e-30, -200.0, -9.0]
-    out = draws_of(logits, SamplingParams(), seed=3)
+    out = draws_of(logits, SamplingParams(), seed=3, backend=backend)
     assert set(np.asarray(out.tokens).tolist()) <= {0, 16, 198}
     assert np.asarray(out.finite).all()
 
 
-def test_a_uniform_row_of_any_size_is_drawn_uniformly():
-    out = draws_of(np.zeros(VOCAB), SamplingParams(temperature=1.7), seed=2**64 - 1)
+def test_a_uniform_row_of_any_size_is_drawn_uniformly(backend):
+    out = draws_of(np.zeros(VOCAB), SamplingParams(temperature=1.7), seed=2**64 - 1, backend=backend)
     counts = np.bincount(np.asarray(out.tokens), minlength=VOCAB)
     assert chi_square_p(counts, np.full(VOCAB, 1 / VOCAB)) > 1e-4
 

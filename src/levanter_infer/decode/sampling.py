@@ -156,12 +156,9 @@ def sample(
     as_read = kernels.as_read if kernels is not None else lambda logits: logits
     by_rows = isinstance(kernels, RowKernels)
     stats = LogitStats.of(logits, vocab) if stats is None else stats
-    column, peak = rows.columns, stats.peak
-    used = history.slot_ids < history.tokens.shape[0]
-    changes = _Changes.of(column, history, used, vocab, modified, masks)
-    greedy = (column["temperature"] < GREEDY_TEMPERATURE) | changes.forced
+    peak, all_rows = stats.peak, _Rows.of(rows, history, vocab, modified, masks)
+    column, _, changes, used, greedy = all_rows
     num_rows = jnp.max(jnp.where(used, jnp.arange(1, used.shape[0] + 1, dtype=jnp.int32), 0))
-    all_rows = _Rows(column, history, changes, used, greedy)
     choose = functools.partial(_choose, vocab=vocab, kernels=kernels)
 
     def take_best():
@@ -220,33 +217,56 @@ def sample(
     )
 
 
-def takes_best(rows: SamplingTable, history: History, vocab: Vocabulary, masks: RowMasks | None = None) -> Array:
-    """Whether a row takes the likeliest token of the model's logits and reports no other, bool[row]; true for padding.
+class PlainRows(NamedTuple):
+    """The tokens of the rows that take them from the model's logits as they are, and report no others: over `row`."""
 
-    Args: as of `sample`. Requires: there is no `logits_mod`.
-    """
-    column, used = rows.columns, history.slot_ids < history.tokens.shape[0]
-    changes = _Changes.of(column, history, used, vocab, None, masks)
-    others = (column["temperature"] >= GREEDY_TEMPERATURE) | (column["num_logprobs"] > 0)
-    return ~((others | changes.rows | changes.forced) & used)
+    are_plain: Array
+    """bool[row]; true for padding. What is below means nothing for the others."""
+    tokens: Array
+    """i32[row], -1 for none."""
+    logits: Array
+    """f32[row], of the tokens."""
+    processed_logprobs: Array
+    """f32[row], as in `SampleOutput`."""
+    stats: LogitStats
 
+    @staticmethod
+    def of(
+        logits: Array,
+        rows: SamplingTable,
+        history: History,
+        stats: LogitStats,
+        num_rows: Array,
+        vocab: Vocabulary,
+        backend: Backend,
+        masks: RowMasks | None = None,
+    ) -> "PlainRows | None":
+        """Of all rows at once; None where no kernel draws whole rows. Args: as of `sample`."""
+        kernels = _kernels_of(backend, logits, vocab)
+        if not isinstance(kernels, RowKernels) or stats.best is None:
+            return None
+        own = _Rows.of(rows, history, vocab, None, masks)
+        # The logarithm of min_p may be rounded as it is not among fewer rows.
+        other = own.changes.rows | own.changes.forced | (own.column["num_logprobs"] > 0) | (own.column["min_p"] > 0)
+        plain = own._replace(used=own.used & ~other)
+        tokens, processed = _choose(plain, logits, stats.peak, stats.best, num_rows, vocab=vocab, kernels=kernels)
+        of_tokens = vocab.at(logits, tokens[:, None], jnp.nan)[:, 0]
+        return PlainRows(~(other & own.used), tokens, of_tokens, processed, stats)
 
-def sample_best(stats: LogitStats, max_top: int, vocab: Vocabulary) -> SampleOutput:
-    """The result of `sample` for rows of `takes_best`, from the statistics of their logits alone. Requires:
-    `stats.best`."""
-    assert stats.best is not None
-    peak, finite = stats.peak, stats.total > 0
-    possible = finite & jnp.isfinite(peak)
-    top_ids, top_logprobs = _no_top_logprobs(peak.shape[0], max_top, vocab)
-    return SampleOutput(
-        tokens=jnp.where(possible, stats.best, 0),
-        logprobs=jnp.where(possible, peak - peak - jnp.log(stats.total), 0),  # in the order of `logprobs_of`
-        processed_logprobs=jnp.zeros_like(peak),
-        top_ids=top_ids,
-        top_logprobs=top_logprobs,
-        finite=finite,
-        possible=possible,
-    )
+    def sampled(self, max_top: int, vocab: Vocabulary) -> SampleOutput:
+        """What `sample` gives plain rows."""
+        finite = self.stats.total > 0
+        possible = finite & (self.tokens >= 0)
+        top_ids, top_logprobs = _no_top_logprobs(self.tokens.shape[0], max_top, vocab)
+        return SampleOutput(
+            tokens=jnp.where(possible, self.tokens, 0),
+            logprobs=jnp.where(possible, _logprobs(self.logits, self.stats), 0),
+            processed_logprobs=jnp.where(possible, self.processed_logprobs, 0),
+            top_ids=top_ids,
+            top_logprobs=top_logprobs,
+            finite=finite,
+            possible=possible,
+        )
 
 
 class _Changes(NamedTuple):
@@ -356,6 +376,20 @@ class _Rows(NamedTuple):
     used: Array
     greedy: Array
 
+    @staticmethod
+    def of(
+        rows: SamplingTable,
+        history: History,
+        vocab: Vocabulary,
+        modified: Array | None,
+        masks: RowMasks | None,
+    ) -> "_Rows":
+        """Args: as of `sample`."""
+        column, used = rows.columns, history.slot_ids < history.tokens.shape[0]
+        changes = _Changes.of(column, history, used, vocab, modified, masks)
+        greedy = (column["temperature"] < GREEDY_TEMPERATURE) | changes.forced
+        return _Rows(column, history, changes, used, greedy)
+
     def part(self, first: Array, count: int) -> "_Rows":
         """The rows from `first` on."""
         tokens = self.history.tokens  # [slot, position], which is taken out to slice the others
@@ -414,8 +448,11 @@ def logprobs_of(logits: Array, tokens: Array, stats: LogitStats, vocab: Vocabula
 
     NaN or infinite where the logits are not finite.
     """
-    own = _vocab_of(logits, vocab).at(logits, tokens[:, None], jnp.nan)
-    return own[:, 0] - stats.peak - jnp.log(stats.total)
+    return _logprobs(_vocab_of(logits, vocab).at(logits, tokens[:, None], jnp.nan)[:, 0], stats)
+
+
+def _logprobs(logits: Array, stats: LogitStats) -> Array:
+    return logits - stats.peak - jnp.log(stats.total)
 
 
 def likeliest(logits: Array, stats: LogitStats, count: int, vocab: Vocabulary | None = None) -> tuple[Array, Array]:

@@ -30,11 +30,10 @@ from levanter_infer.decode.routes import RouteTable
 from levanter_infer.decode.sampling import (
     History,
     LogitStats,
+    PlainRows,
     SampleOutput,
     sample,
-    sample_best,
     stop_match,
-    takes_best,
 )
 from levanter_infer.decode.sampling_beams import candidates, no_candidates
 from levanter_infer.decode.schedule import StepPlan, schedule
@@ -208,10 +207,11 @@ def sample_rows(
     rows = (logits, plan.slot_ids, lens, states, stats)
     if count is None:
         return result_of(*rows)
-    best_of = None  # bool[row] of `takes_best`, and the statistics for `sample_best`; None: they do not suffice
-    if logits_mod is None and shapes.max_beams == 0 and stats is not None and stats.best is not None:
+    plain = None
+    if logits_mod is None and shapes.max_beams == 0 and stats is not None:
         asked, masks = state.sampling.rows(plan.slot_ids), masks_of(state.constraints, plan.slot_ids, states)
-        best_of = takes_best(asked, history_of(plan.slot_ids, lens), model.vocab, masks), stats
+        of_rows = asked, history_of(plan.slot_ids, lens), stats, plan.num_rows
+        plain = PlainRows.of(logits, *of_rows, model.vocab, model.backend, masks)
 
     def body(carry):
         # A slice that would pass the end starts earlier, and some rows are sampled again, with the same result.
@@ -223,12 +223,12 @@ def sample_rows(
         def result() -> SampleOutput:
             return result_of(*part(rows))
 
-        if best_of is None:
+        if plain is None:
             new = result()
-        else:  # greedy rows need no slice of the logits, which would copy them
-            taken, of_part = part(best_of)
-            best = sample_best(of_part, shapes.limits.max_logprobs, model.vocab)
-            new = run_if(~jnp.all(taken), lambda _: result(), best)
+        else:  # plain rows need no slice of the logits, which would copy them
+            of_part = part(plain)
+            sampled_plainly = of_part.sampled(shapes.limits.max_logprobs, model.vocab)
+            new = run_if(~jnp.all(of_part.are_plain), lambda _: result(), sampled_plainly)
         sampled = jax.tree.map(lambda rows, new: jax.lax.dynamic_update_slice_in_dim(rows, new, first, 0), sampled, new)
         return first + count, sampled
 

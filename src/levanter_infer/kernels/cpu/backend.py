@@ -1,4 +1,4 @@
-"""The `cpu` backend: C++ kernels that XLA calls, for matmuls, attention and logits.
+"""The `cpu` backend: C++ kernels that XLA calls, for matmuls, attention and sampling.
 
 Weights are stored in *panels* (`kernels.cpu.bindings.to_panels`), and all layers stay in one array.
 """
@@ -17,7 +17,7 @@ from jax.core import Tracer
 from jax.experimental.multihost_utils import process_allgather
 
 from levanter_infer.kernels import MIN_ROWS
-from levanter_infer.kernels.backend import Fuse, Platform, Task, Work
+from levanter_infer.kernels.backend import DrawKey, DrawRules, Fuse, Platform, RowKernels, Task, Work
 from levanter_infer.kernels.call import AttentionCall, GroupedCall, KvWrite, LinearCall
 from levanter_infer.kernels.cpu import bindings
 from levanter_infer.kernels.loops import one_by_one
@@ -149,6 +149,9 @@ class CpuBackend(XlaBackend):
     def masked_best(self, logits: Array, masks: Array, masked: Array, num_rows: Array) -> tuple[Array, Array] | None:
         return bindings.masked_best(logits, masks, masked, num_rows, isa_name=self.isa)
 
+    def sampling_kernels(self, logits: Array) -> RowKernels | None:
+        return CpuSampling(self.isa)
+
     def write_kv(self, pool: Array, write: KvWrite) -> tuple[Array | None, Array]:
         """Norms, rotation and write in one call."""
         if write.rotation is None:
@@ -160,6 +163,25 @@ class CpuBackend(XlaBackend):
         if call.chosen is not None:
             return super()._attend(call)
         return bindings.cpu_attention(_with_index_part(call), isa_name=self.isa)
+
+
+@dataclass(frozen=True)
+class CpuSampling:
+    """`RowKernels` in C++."""
+
+    isa: str | None = None
+    """As `CpuBackend.isa`."""
+
+    def as_read(self, logits: Array) -> Array:
+        return logits
+
+    def thresholds(self, logits: Array, rules: DrawRules) -> Array:
+        return bindings.thresholds(logits, rules, isa_name=self.isa)
+
+    def draw(
+        self, logits: Array, rules: DrawRules, threshold: Array, key: DrawKey, sizes: Sequence[int]
+    ) -> tuple[Array, Array]:
+        return bindings.draw(logits, rules, threshold, key, sizes, isa_name=self.isa)
 
 
 def readable(array: Array) -> Array:

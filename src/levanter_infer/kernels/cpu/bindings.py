@@ -1,4 +1,4 @@
-"""The `cpu` implementations: C++ kernels that XLA calls (`native/`), for matmuls, paged attention and logits.
+"""The `cpu` implementations: C++ kernels that XLA calls (`native/`), for matmuls, paged attention and sampling.
 
 They are optional: if the package was installed without a compiler, or they were built for a newer jaxlib, `available`
 is false and the `xla` implementations are used. A CPU is bound by memory when few tokens are computed, and XLA's own
@@ -18,6 +18,7 @@ import importlib.metadata
 import importlib.resources
 import importlib.util
 import re
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +27,7 @@ import numpy as np
 from jax import Array
 from jax.core import Tracer
 
+from levanter_infer.kernels.backend import MIN_EXPONENT, DrawKey, DrawRules
 from levanter_infer.kernels.call import AttentionCall, GroupedCall, KvWrite, LinearCall
 from levanter_infer.kernels.cpu import huge_pages, sources
 from levanter_infer.kernels.rules import LOG2_E
@@ -40,6 +42,8 @@ _CALLS = (
     "logit_stats",
     "masked_logits",
     "masked_best",
+    "thresholds",
+    "draw",
 )
 _DTYPES = (jnp.float32, jnp.bfloat16)
 READ_STEP = 512
@@ -387,6 +391,38 @@ def masked_best(
     call = jax.ffi.ffi_call("levanter_infer_masked_best", results, vmap_method="sequential")
     peak, best = call(logits, num_rows.astype(jnp.int32), masks, masked.astype(jnp.int32), isa=isa_name or isa())
     return peak, best
+
+
+def thresholds(logits: Array, rules: DrawRules, *, isa_name: str | None = None) -> Array:
+    """`RowKernels.thresholds`: bisection, bit by bit, among the logits from the k-th largest of all groups' largest up.
+
+    For top_p alone these are the logits from the 256th up, and all of the row where they weigh less than `top_p`. A
+    mass is a sum in another order than XLA's code has, so that a token at which it reaches `top_p` to within rounding
+    may pass one way and not the other.
+    """
+    call = jax.ffi.ffi_call(
+        "levanter_infer_thresholds", jax.ShapeDtypeStruct(logits.shape[:1], jnp.float32), vmap_method="sequential"
+    )
+    of_rows = rules.peak, rules.inverse, rules.top_k, rules.top_p
+    return call(logits, *of_rows, floor=np.float32(MIN_EXPONENT), isa=isa_name or isa())
+
+
+def draw(
+    logits: Array,
+    rules: DrawRules,
+    threshold: Array,
+    key: DrawKey,
+    sizes: Sequence[int],
+    *,
+    isa_name: str | None = None,
+) -> tuple[Array, Array]:
+    """`RowKernels.draw`."""
+    rows = logits.shape[0]
+    results = [jax.ShapeDtypeStruct((rows,), dtype) for dtype in (jnp.int32, jnp.float32)]
+    call = jax.ffi.ffi_call("levanter_infer_draw", results, vmap_method="sequential")
+    of_rows = rules.peak, rules.inverse, rules.floor, threshold, rules.draws
+    token, logprob = call(logits, *of_rows, *key, sizes=np.asarray(sizes, np.int64), isa=isa_name or isa())
+    return token, logprob
 
 
 def read(memory: np.ndarray, times: int, threads: int, *, isa_name: str | None = None) -> None:

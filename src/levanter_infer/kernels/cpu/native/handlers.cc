@@ -1,5 +1,5 @@
 // XLA custom calls for CPUs: matmuls with 16-bit or 32-bit weights, rotary embedding and KV cache write of new tokens,
-// paged attention, and the statistics of logits that sampling needs.
+// paged attention, and sampling from logits.
 //
 // ../bindings.py says what each computes, and what a panel is; kernels.h what there is for each instruction set.
 
@@ -351,6 +351,71 @@ ffi::Error masked_best(ffi::ThreadPool threads, ffi::Buffer<ffi::F32> logits, ff
   return ffi::Error::Success();
 }
 
+// Whether all of these buffers are [rows].
+template <class... Buffers>
+bool are_of_rows(int64_t rows, const Buffers&... buffers) {
+  return ((buffers.dimensions().size() == 1 && buffers.dimensions()[0] == rows) && ...);
+}
+
+float* sampling_scratch(int64_t vocab) {
+  static thread_local std::vector<float> scratch;
+  const size_t size = 3 * (vocab + 64);
+  if (scratch.size() < size) scratch.resize(size);
+  return scratch.data();
+}
+
+// Arguments: logits f32[rows, vocab]; of each row the largest logit and the inverse temperature, f32[rows], top_k
+// s32[rows], 0: off, and top_p f32[rows], 1: off. Result: the smallest logit that passes, f32[rows].
+ffi::Error thresholds(ffi::ThreadPool threads, ffi::Buffer<ffi::F32> logits, ffi::Buffer<ffi::F32> peak,
+                      ffi::Buffer<ffi::F32> inverse, ffi::Buffer<ffi::S32> top_k, ffi::Buffer<ffi::F32> top_p,
+                      ffi::ResultBuffer<ffi::F32> results, float floor, std::string_view isa) {
+  if (logits.dimensions().size() != 2) return invalid("thresholds: logits are not [rows, vocab]");
+  const int64_t rows = logits.dimensions()[0], vocab = logits.dimensions()[1];
+  if (!are_of_rows(rows, peak, inverse, top_k, top_p, *results))
+    return invalid("thresholds: rules are not [rows]");
+  const Kernels& kernels = kernels_for(isa);
+  Workers::shared().run(threads.num_threads(), rows, [&](int64_t row) {
+    const DrawRule rule{peak.typed_data()[row], inverse.typed_data()[row], floor, -INFINITY};
+    results->typed_data()[row] =
+        kernels.row_threshold(logits.typed_data() + row * vocab, vocab, rule, top_k.typed_data()[row],
+                              top_p.typed_data()[row], sampling_scratch(vocab));
+  });
+  return ffi::Error::Success();
+}
+
+// Arguments: logits f32[rows, vocab]; of each row the largest logit, the inverse temperature, the least exponent and the
+// least logit of a token that may be drawn, f32[rows]; s32[rows], not 0 in rows that are drawn; seed u32[rows, 2];
+// sample index and position, s32[rows]. Results, [rows]: the tokens and their log probabilities; 0 in other rows.
+ffi::Error draw(ffi::ThreadPool threads, ffi::Buffer<ffi::F32> logits, ffi::Buffer<ffi::F32> peak,
+                ffi::Buffer<ffi::F32> inverse, ffi::Buffer<ffi::F32> floor, ffi::Buffer<ffi::F32> threshold,
+                ffi::Buffer<ffi::S32> draws, ffi::Buffer<ffi::U32> seed, ffi::Buffer<ffi::S32> sample_index,
+                ffi::Buffer<ffi::S32> position, ffi::ResultBuffer<ffi::S32> tokens,
+                ffi::ResultBuffer<ffi::F32> logprobs, ffi::Span<const int64_t> sizes, std::string_view isa) {
+  if (logits.dimensions().size() != 2) return invalid("draw: logits are not [rows, vocab]");
+  const int64_t rows = logits.dimensions()[0], vocab = logits.dimensions()[1];
+  if (!are_of_rows(rows, peak, inverse, floor, threshold, draws, sample_index, position, *tokens, *logprobs))
+    return invalid("draw: rules, seeds or results are not [rows]");
+  const auto of_seed = seed.dimensions();
+  if (of_seed.size() != 2 || of_seed[0] != rows || of_seed[1] != 2) return invalid("draw: seeds are not [rows, 2]");
+  if (sizes.size() == 0 || sizes[0] != vocab) return invalid("draw: the first level is not that of the tokens");
+  const Kernels& kernels = kernels_for(isa);
+  Workers::shared().run(threads.num_threads(), rows, [&](int64_t row) {
+    int32_t* token = tokens->typed_data() + row;
+    float* logprob = logprobs->typed_data() + row;
+    *token = 0;
+    *logprob = 0;
+    if (draws.typed_data()[row] == 0) return;
+    const DrawRule rule{peak.typed_data()[row], inverse.typed_data()[row], floor.typed_data()[row],
+                        threshold.typed_data()[row]};
+    const DrawSeed own{seed.typed_data()[2 * row], seed.typed_data()[2 * row + 1],
+                       static_cast<uint32_t>(sample_index.typed_data()[row]),
+                       static_cast<uint32_t>(position.typed_data()[row])};
+    kernels.draw_row(logits.typed_data() + row * vocab, rule, own, sizes.begin(), sizes.size(),
+                     sampling_scratch(vocab), token, logprob);
+  });
+  return ffi::Error::Success();
+}
+
 }  // namespace levanter_infer
 
 #pragma GCC visibility push(default)
@@ -507,6 +572,35 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(levanter_infer_masked_best, levanter_infer::masked
                                   .Arg<ffi::Buffer<ffi::S32>>()
                                   .Ret<ffi::Buffer<ffi::F32>>()
                                   .Ret<ffi::Buffer<ffi::S32>>()
+                                  .Attr<std::string_view>("isa"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(levanter_infer_thresholds, levanter_infer::thresholds,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Ret<ffi::Buffer<ffi::F32>>()
+                                  .Attr<float>("floor")
+                                  .Attr<std::string_view>("isa"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(levanter_infer_draw, levanter_infer::draw,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Arg<ffi::Buffer<ffi::U32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Ret<ffi::Buffer<ffi::S32>>()
+                                  .Ret<ffi::Buffer<ffi::F32>>()
+                                  .Attr<ffi::Span<const int64_t>>("sizes")
                                   .Attr<std::string_view>("isa"));
 
 #pragma GCC visibility pop

@@ -77,6 +77,17 @@ struct PlaceArgs {
   int64_t layer, query_heads, kv_heads, head_dim, layer_tokens;
 };
 
+// Which logits of a row may be drawn, and what they weigh: those from `threshold` up, e^((logit - peak) * inverse), if
+// the exponent is at least `floor`.
+struct DrawRule {
+  float peak, inverse, floor, threshold;
+};
+
+// What a row's draw is random by.
+struct DrawSeed {
+  uint32_t high, low, sample_index, position;
+};
+
 constexpr int64_t MANY_ROWS = 48;     // from here on narrow weights, keys and values are widened once for all rows
 constexpr int64_t PREFETCHED = 2048;  // how far ahead, in bytes, weights are prefetched
 constexpr int64_t PREFETCHED_PAIRS = 8192;  // the same where pairs are multiplied
@@ -141,6 +152,11 @@ struct Kernels {
   void (*mask_row)(const float* logits, const uint32_t* mask, int64_t words, int64_t size, float* to);
   void (*masked_best)(const float* logits, const uint32_t* mask, int64_t words, int64_t size, float* peak,
                       int32_t* best);
+  // The scratch of these two is 3 * (size + 64) floats.
+  float (*row_threshold)(const float* logits, int64_t size, const DrawRule& rule, int64_t top_k, float top_p,
+                         float* scratch);
+  void (*draw_row)(const float* logits, const DrawRule& rule, const DrawSeed& seed, const int64_t* sizes,
+                   int64_t levels, float* scratch, int32_t* token, float* logprob);
   void (*add_weighted)(const float* x, float weight, int64_t size, bool first, float* y);
   uint32_t (*read_all)(const char* from, int64_t size);
   int64_t (*multiply_adds)(int64_t times, float factor, float* seen);
