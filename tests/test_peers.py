@@ -151,7 +151,8 @@ def test_a_run_gives_ratios_to_those_that_did_the_same_work(run, script, tmp_pat
         run.Peer("missing", sys.executable, tmp_path / "none.py"),
         run.Peer("broken", sys.executable, script("broken", "assert count == 1, 'one token at most'")),
     ]
-    args = argparse.Namespace(shape="tiny", dtype="float32", prompt=2, output=5, repeats=2, tries=1, threads=1, check=1)
+    sizes = dict(shape="tiny", dtype="float32", prompt=2, output=5, repeats=2, tries=1, threads=1, check=1)
+    args = argparse.Namespace(**sizes, sampling={})
     case = run.compare(peers, args, 2, tmp_path)
     assert case["ours"]["decode"]["runs"] == 2
     assert 2 < case["ours/slower"]["decode"] < 4 and case["ours/slower"]["tokens_agreed"] == 6
@@ -162,6 +163,9 @@ def test_a_run_gives_ratios_to_those_that_did_the_same_work(run, script, tmp_pat
     }  # fmt: skip
     assert "No such file" in case["missing"]["error"] and "ours/missing" not in case
     assert "one token at most" in case["broken"]["error"] and "ours/broken" not in case
+    args.sampling, other = {"temperature": 1.0}, peers[3]
+    sampled = run.compare([peers[0], other], args, 2, tmp_path)["ours/other"]
+    assert "decode" in sampled and "refused" not in sampled  # other tokens are no other work
 
 
 def test_a_disturbed_measurement_is_repeated(run):
@@ -206,6 +210,11 @@ def test_outputs_of_different_work_are_refused():
     assert verdict.differs(ours, [[1, 2, 3], [4, 0, 6]], near) is None
     assert "'hf': 0.3" in verdict.differs(ours, ours, {**near, "hf": 0.3})
     assert "'ours': nan" in verdict.differs(ours, ours, {**near, "ours": float("nan")})
+
+
+def test_sampled_outputs_are_compared_by_their_lengths():
+    assert verdict.differs_in_length([[1, 2], [3, 4]], [[5, 6], [7, 8]]) is None
+    assert verdict.differs_in_length([[1, 2], [3, 4]], [[5, 6], [7]]) == "the outputs differ in length"
 
 
 def test_ratios_are_of_medians_and_the_best_peer_is_the_one_to_beat():

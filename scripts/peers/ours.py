@@ -8,6 +8,7 @@ from levanter_infer.checkpoints.load import load_model
 
 def start(setup: dict, **kernels: str):
     """`kernels`: engine.matmul and engine.attention, where they are not to be chosen."""
+    asked = setup.get("sampling", {})
     is_narrow = setup["dtype"] == "int8"
     model, _ = load_model(setup["checkpoint"], dtype=None if is_narrow else setup["dtype"])
     longest = -(-(setup["prompt"] + setup["output"] + 1) // 16) * 16
@@ -25,7 +26,7 @@ def start(setup: dict, **kernels: str):
     engine.warmup()
 
     def generate(prompts: list[list[int]], count: int) -> list[list[int]]:
-        sampling = SamplingParams(max_tokens=count, temperature=0.0, ignore_eos=True)
+        sampling = SamplingParams(**{"temperature": 0.0, **asked}, max_tokens=count, ignore_eos=True)
         outputs = engine.generate([Request(prompt_token_ids=prompt, sampling=sampling) for prompt in prompts])
         return [list(output.completions[0].token_ids) for output in outputs]
 

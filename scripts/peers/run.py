@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import json
 import os
 import sys
 import tempfile
@@ -12,7 +13,7 @@ from statistics import mean
 import jax
 import jax.numpy as jnp
 from side import Measurement, Side, SideError
-from verdict import WIDTH, common_prefix, differs, largest_shortfall, ratio, spaced, to_best
+from verdict import WIDTH, common_prefix, differs, differs_in_length, largest_shortfall, ratio, spaced, to_best
 
 from levanter_infer.bench.report import digest, emit, provenance, summarize
 from levanter_infer.bench.workload import SHAPES, numbers, random_model, random_prompts
@@ -21,6 +22,8 @@ from levanter_infer.checkpoints.save import save_model
 HERE = Path(__file__).resolve().parent
 QUANTIZES = ("llamacpp",)
 """Peers that have weights of int8."""
+SAMPLES = ("vllm_cpu", "vllm_gpu")
+"""Peers that take `--sampling`."""
 MAX_DISTURBED = 0.05
 """Share of the machine that others may use during a measurement."""
 
@@ -85,8 +88,9 @@ def measure(
     found: dict[str, Measured] = {}
     errors: dict[str, str] = {}
     setup = dict(
-        checkpoint=str(directory), batch=len(prompts), prompt=args.prompt, output=args.output, threads=args.threads
-    )
+        checkpoint=str(directory), batch=len(prompts), prompt=args.prompt, output=args.output, threads=args.threads,
+        sampling=args.sampling,
+    )  # fmt: skip
     with ExitStack() as stack:
         for peer in peers:
             dtype = peer.dtype or args.dtype
@@ -125,19 +129,20 @@ def compare(peers: list[Peer], args: argparse.Namespace, batch: int, directory: 
     found, errors = measure(peers, args, prompts, directory)
     case = {
         "bench": "peers", "shape": args.shape, "dtype": args.dtype, "batch": batch, "prompt": args.prompt,
-        "output": args.output, "threads": args.threads, "workload_hash": digest(prompts),
+        "output": args.output, "threads": args.threads, "sampling": args.sampling, "workload_hash": digest(prompts),
     }  # fmt: skip
     case |= {label: side.report() for label, side in found.items()}
     case |= {label: {"error": error} for label, error in errors.items()}
     if "ours" not in found:
         return case
     ours, ratios = found["ours"], {}
-    shortfalls = {} if args.dtype == "float32" else shortfalls_of(found, args, prompts)
+    shortfalls = {} if args.dtype == "float32" or args.sampling else shortfalls_of(found, args, prompts)
     for label, peer in found.items():
         if label == "ours":
             continue
         pair = {name: shortfalls[name] for name in ("ours", label)} if shortfalls else {}
-        refusal = differs(ours.tokens, peer.tokens, pair)
+        both = ours.tokens, peer.tokens
+        refusal = differs_in_length(*both) if args.sampling else differs(*both, pair)
         if refusal is None:
             ratios[label] = ratio(ours.rates, peer.rates)
         agreed = mean(common_prefix(a, b) for a, b in zip(ours.tokens, peer.tokens, strict=True))
@@ -182,6 +187,11 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--tries", type=int, default=3, help="of a measurement that others disturb")
     parser.add_argument("--check", type=int, default=4, help="sequences read again to judge outputs in 8 and 16 bits")
+    parser.add_argument(
+        "--sampling", type=json.loads, default={}, metavar="JSON",
+        help='sampling parameters in place of greedy ones, as {"temperature": 1.0, "top_p": 0.95}; '
+        "outputs differ then, and their lengths alone are compared",
+    )  # fmt: skip
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="of each peer")
     args = parser.parse_args()
     for peer in args.peer:
@@ -189,6 +199,8 @@ def main() -> int:
             parser.error(f"--peer {peer.label}: {peer.dtype} is not as wide as --dtype {args.dtype}")
         if args.dtype == "int8" and peer.script.stem not in QUANTIZES:
             parser.error(f"--peer {peer.label}: expected one of {', '.join(QUANTIZES)} with --dtype int8")
+        if args.sampling and peer.script.stem not in SAMPLES:
+            parser.error(f"--peer {peer.label}: expected one of {', '.join(SAMPLES)} with --sampling")
     peers = [Peer("ours", sys.executable, HERE / "ours.py"), *args.peer]
     with tempfile.TemporaryDirectory() as directory:
         save_model(random_model(SHAPES[args.shape], stored_dtype(args)), directory)

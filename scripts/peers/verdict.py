@@ -57,13 +57,19 @@ def differs(ours: Tokens, theirs: Tokens, shortfalls: Mapping[str, float]) -> st
         shortfalls: `largest_shortfall` of either side by name, in 8 and 16 bits; empty in float32, where tokens are
             equal.
     """
-    if [len(row) for row in ours] != [len(row) for row in theirs]:
-        return "the outputs differ in length"
+    if refusal := differs_in_length(ours, theirs):
+        return refusal
     if shortfalls:
         late = {name: round(value, 3) for name, value in shortfalls.items() if not value <= MAX_SHORTFALL}
         return f"outputs that the model would not choose: shortfall {late}, at most {MAX_SHORTFALL}" if late else None
     agreed = min(common_prefix(a, b) for a, b in zip(ours, theirs, strict=True))
     return None if agreed == len(ours[0]) else f"the outputs differ: only {agreed} of {len(ours[0])} tokens agree"
+
+
+def differs_in_length(ours: Tokens, theirs: Tokens) -> str | None:
+    """Why sampled outputs, which no two sides have in common, are not of the same work; None if they are."""
+    same = [len(row) for row in ours] == [len(row) for row in theirs]
+    return None if same else "the outputs differ in length"
 
 
 def ratio(ours: Mapping, peer: Mapping) -> dict[str, float]:

@@ -23,7 +23,8 @@ def start(setup: dict, **options) -> Generate:
     )
 
     def generate(prompts: list[list[int]], count: int) -> list[list[int]]:
-        sampling = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, detokenize=False)
+        own = {"temperature": 0, **setup.get("sampling", {})}
+        sampling = SamplingParams(**own, max_tokens=count, ignore_eos=True, detokenize=False)
         outputs = engine.generate([{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False)
         return [list(output.outputs[0].token_ids) for output in outputs]
 
