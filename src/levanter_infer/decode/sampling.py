@@ -17,6 +17,7 @@ no row asks for is skipped.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -202,14 +203,30 @@ def sample(
     else:
         chosen, processed = choose_changed_or_not()
     chosen = changes.chosen(chosen, as_read(logits), vocab)
+
+    def top(possible: Array) -> tuple[Array, Array]:
+        wanted = jnp.where(possible, column["num_logprobs"], 0)
+        return _top_logprobs(logits, as_read, stats, wanted, used, max_top, vocab)
+
+    return _sampled(chosen, _logits_of(as_read(logits), chosen, vocab), processed, stats, top)
+
+
+def _sampled(
+    tokens: Array,
+    logits: Array,
+    processed_logprobs: Array,
+    stats: LogitStats,
+    top: Callable[[Array], tuple[Array, Array]],
+) -> SampleOutput:
+    """Args: tokens: i32[row], -1 for none; logits: f32[row], of the tokens; top: the likeliest tokens and their log
+    probabilities, of the rows, bool[row], that have a token."""
     finite = stats.total > 0
-    possible = finite & (chosen >= 0)
-    wanted = jnp.where(possible, column["num_logprobs"], 0)
-    top_ids, top_logprobs = _top_logprobs(logits, as_read, stats, wanted, used, max_top, vocab)
+    possible = finite & (tokens >= 0)
+    top_ids, top_logprobs = top(possible)
     return SampleOutput(
-        tokens=jnp.where(possible, chosen, 0),
-        logprobs=jnp.where(possible, logprobs_of(as_read(logits), chosen, stats, vocab), 0),
-        processed_logprobs=jnp.where(possible, processed, 0),
+        tokens=jnp.where(possible, tokens, 0),
+        logprobs=jnp.where(possible, _logprobs(logits, stats), 0),
+        processed_logprobs=jnp.where(possible, processed_logprobs, 0),
         top_ids=top_ids,
         top_logprobs=top_logprobs,
         finite=finite,
@@ -218,7 +235,10 @@ def sample(
 
 
 class PlainRows(NamedTuple):
-    """The tokens of the rows that take them from the model's logits as they are, and report no others: over `row`."""
+    """The tokens of rows that take or draw them from the model's logits as they are and report no others, over `row`.
+
+    A backend that draws whole rows needs no copy of their logits.
+    """
 
     are_plain: Array
     """bool[row]; true for padding. What is below means nothing for the others."""
@@ -250,23 +270,15 @@ class PlainRows(NamedTuple):
         other = own.changes.rows | own.changes.forced | (own.column["num_logprobs"] > 0) | (own.column["min_p"] > 0)
         plain = own._replace(used=own.used & ~other)
         tokens, processed = _choose(plain, logits, stats.peak, stats.best, num_rows, vocab=vocab, kernels=kernels)
-        of_tokens = vocab.at(logits, tokens[:, None], jnp.nan)[:, 0]
-        return PlainRows(~(other & own.used), tokens, of_tokens, processed, stats)
+        return PlainRows(~(other & own.used), tokens, _logits_of(logits, tokens, vocab), processed, stats)
 
     def sampled(self, max_top: int, vocab: Vocabulary) -> SampleOutput:
         """What `sample` gives plain rows."""
-        finite = self.stats.total > 0
-        possible = finite & (self.tokens >= 0)
-        top_ids, top_logprobs = _no_top_logprobs(self.tokens.shape[0], max_top, vocab)
-        return SampleOutput(
-            tokens=jnp.where(possible, self.tokens, 0),
-            logprobs=jnp.where(possible, _logprobs(self.logits, self.stats), 0),
-            processed_logprobs=jnp.where(possible, self.processed_logprobs, 0),
-            top_ids=top_ids,
-            top_logprobs=top_logprobs,
-            finite=finite,
-            possible=possible,
-        )
+
+        def top(possible: Array) -> tuple[Array, Array]:
+            return _no_top_logprobs(possible.shape[0], max_top, vocab)
+
+        return _sampled(self.tokens, self.logits, self.processed_logprobs, self.stats, top)
 
 
 class _Changes(NamedTuple):
@@ -448,7 +460,12 @@ def logprobs_of(logits: Array, tokens: Array, stats: LogitStats, vocab: Vocabula
 
     NaN or infinite where the logits are not finite.
     """
-    return _logprobs(_vocab_of(logits, vocab).at(logits, tokens[:, None], jnp.nan)[:, 0], stats)
+    return _logprobs(_logits_of(logits, tokens, _vocab_of(logits, vocab)), stats)
+
+
+def _logits_of(logits: Array, tokens: Array, vocab: Vocabulary) -> Array:
+    """The logit of the token i32[row] of each row, f32[row]; NaN where it is none."""
+    return vocab.at(logits, tokens[:, None], jnp.nan)[:, 0]
 
 
 def _logprobs(logits: Array, stats: LogitStats) -> Array:
