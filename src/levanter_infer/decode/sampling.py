@@ -270,7 +270,7 @@ class PlainRows(NamedTuple):
         other = own.changes.rows | own.changes.forced | (own.column["num_logprobs"] > 0) | (own.column["min_p"] > 0)
         plain = own._replace(used=own.used & ~other)
         tokens, processed = _choose(plain, logits, stats.peak, stats.best, num_rows, vocab=vocab, kernels=kernels)
-        return PlainRows(~(other & own.used), tokens, _logits_of(logits, tokens, vocab), processed, stats)
+        return PlainRows(~other, tokens, _logits_of(logits, tokens, vocab), processed, stats)
 
     def sampled(self, max_top: int, vocab: Vocabulary) -> SampleOutput:
         """What `sample` gives plain rows."""
