@@ -454,6 +454,8 @@ PLAIN = [
     SamplingParams(temperature=0.3, top_k=7),
     SamplingParams(top_p=0.8),
     SamplingParams(temperature=1.4, top_k=30, top_p=0.9, logprobs=0),
+    SamplingParams(temperature=0, logprobs=MAX_TOP),
+    SamplingParams(top_p=0.7, logprobs=2),
 ]
 SPOILT = LOGITS.copy()
 SPOILT[1, 7], SPOILT[2], SPOILT[3, 9] = np.nan, -np.inf, np.inf
@@ -475,12 +477,13 @@ def test_plain_rows_have_the_same_bits_without_their_logits(shift):
     def plainly(logits):
         stats = LogitStats.of_kernel(backend, logits, jnp.int32(SLOTS))
         assert stats is not None
-        plain = PlainRows.of(logits, table.rows(slots), history_of(slots), stats, jnp.int32(SLOTS), vocab, backend)
+        of_rows = table.rows(slots), history_of(slots), stats, jnp.int32(SLOTS)
+        plain = PlainRows.of(logits, *of_rows, vocab, backend, max_top=MAX_TOP)
         assert plain is not None
         return (
             stats,
             plain,
-            [jax.tree.map(lambda own, i=i: own[i : i + 4], plain).sampled(MAX_TOP, vocab) for i in (0, 5)],
+            [jax.tree.map(lambda own, i=i: own[i : i + 4], plain).sampled(vocab) for i in (0, 5)],
         )
 
     @jax.jit
@@ -502,7 +505,6 @@ def test_plain_rows_have_the_same_bits_without_their_logits(shift):
 @pytest.mark.parametrize(
     "asked",
     [
-        dict(logprobs=1),
         dict(min_p=0.1, temperature=1),
         dict(logit_bias={3: 1.0}),
         dict(repetition_penalty=1.1),
@@ -523,7 +525,8 @@ def test_rows_that_ask_for_more_are_not_plain(asked, temperature):
         logits = jnp.asarray(LOGITS[:3])
         stats = LogitStats.of_kernel(backend, logits, jnp.int32(2))
         assert stats is not None
-        plain = PlainRows.of(logits, table.rows(slots), history, stats, jnp.int32(2), vocab, backend, masks)
+        of_rows = table.rows(slots), history, stats, jnp.int32(2)
+        plain = PlainRows.of(logits, *of_rows, vocab, backend, max_top=MAX_TOP, masks=masks)
         assert plain is not None
         return plain.are_plain
 
@@ -537,7 +540,7 @@ def test_without_kernels_that_draw_no_row_is_plain():
     logits, slots, vocab = jnp.asarray(LOGITS), jnp.arange(SLOTS, dtype=jnp.int32), Vocabulary(VOCAB)
     stats, rows = LogitStats.of(logits), table_of(PLAIN[:1] * SLOTS, VOCAB).rows(slots)
     of_rows = rows, history_of(slots), stats, jnp.int32(SLOTS), vocab
-    assert PlainRows.of(logits, *of_rows, make_backend("xla")) is None
+    assert PlainRows.of(logits, *of_rows, make_backend("xla"), max_top=MAX_TOP) is None
 
 
 @pytest.mark.parametrize("name", nightly_but(["cpu"], ["cpu", "tpu_interpret", "gpu_interpret"]))

@@ -112,6 +112,27 @@ def _at(z, ids):
     return jnp.take_along_axis(z, ids, axis=1, mode="fill", fill_value=-jnp.inf)
 
 
+@each_isa
+@pytest.mark.parametrize("vocab", [1, 7, 64, 1000, 4097])
+def test_the_likeliest_are_the_first_of_a_stable_sort(isa, vocab):
+    """With ties, -inf, NaN, which is passed over, and counts that all groups together do not reach."""
+    logits = np.round(RNG.normal(size=(9, vocab)), 1).astype(np.float32)
+    logits[1] = -np.inf
+    logits[2, ::2] = -np.inf
+    logits[3] = 2.0
+    if vocab > 64:
+        logits[4, [3, 40]] = np.nan
+    most = min(vocab, 70)
+    counts = np.minimum([most, 3, most, 5, most, 1, 0, most, 20], most)
+    call = jax.jit(functools.partial(bindings.likeliest, most=most, isa_name=isa))
+    values, tokens = (np.asarray(a) for a in call(jnp.asarray(logits), jnp.asarray(counts)))
+    for row, count in enumerate(counts):
+        order = np.argsort(-np.nan_to_num(logits[row], nan=-np.inf, neginf=-1e38), kind="stable")[:count]
+        np.testing.assert_array_equal(tokens[row, :count], order)
+        np.testing.assert_array_equal(values[row, :count], logits[row][order])
+        assert not tokens[row, count:].any() and not values[row, count:].any()
+
+
 @built
 def test_a_row_has_the_same_bits_alone_and_in_any_company():
     logits = (RNG.normal(size=(5, VOCAB)) * 2).astype(np.float32)
@@ -144,6 +165,8 @@ def test_kernels_sample_what_xla_samples(changed):
 def test_arguments_of_other_shapes_are_refused():
     logits, rules, key = jnp.zeros((3, 20)), rules_of(np.zeros((3, 4), np.float32)), key_of(3)
     short = rules._replace(top_p=jnp.ones(2))
+    with pytest.raises(Exception, match="likeliest: counts are not"):
+        jax.block_until_ready(bindings.likeliest(logits, jnp.ones(2, jnp.int32), 4))
     with pytest.raises(Exception, match=r"thresholds: rules are not \[rows\]"):
         thresholds(logits, short)
     with pytest.raises(Exception, match=r"draw: seeds are not \[rows, 2\]"):

@@ -205,8 +205,8 @@ def sample(
     chosen = changes.chosen(chosen, as_read(logits), vocab)
 
     def top(possible: Array) -> tuple[Array, Array]:
-        wanted = jnp.where(possible, column["num_logprobs"], 0)
-        return _top_logprobs(logits, as_read, stats, wanted, used, max_top, vocab)
+        wanted = jnp.where(possible & used, column["num_logprobs"], 0)
+        return _top_logprobs(as_read(logits), stats, wanted, max_top, vocab, backend)
 
     return _sampled(chosen, _logits_of(as_read(logits), chosen, vocab), processed, stats, top)
 
@@ -235,7 +235,7 @@ def _sampled(
 
 
 class PlainRows(NamedTuple):
-    """The tokens of rows that take or draw them from the model's logits as they are and report no others, over `row`.
+    """The tokens of rows that take or draw them from the model's logits as they are, over `row`.
 
     A backend that draws whole rows needs no copy of their logits.
     """
@@ -248,6 +248,12 @@ class PlainRows(NamedTuple):
     """f32[row], of the tokens."""
     processed_logprobs: Array
     """f32[row], as in `SampleOutput`."""
+    num_top: Array
+    """i32[row], likeliest tokens that the row asks for."""
+    top_ids: Array
+    """i32[row, max_top], these tokens, best first; anything beyond."""
+    top_logits: Array
+    """f32[row, max_top], their logits."""
     stats: LogitStats
 
     @staticmethod
@@ -259,6 +265,8 @@ class PlainRows(NamedTuple):
         num_rows: Array,
         vocab: Vocabulary,
         backend: Backend,
+        *,
+        max_top: int,
         masks: RowMasks | None = None,
     ) -> "PlainRows | None":
         """Of all rows at once; None where no kernel draws whole rows. Args: as of `sample`."""
@@ -267,16 +275,22 @@ class PlainRows(NamedTuple):
             return None
         own = _Rows.of(rows, history, vocab, None, masks)
         # The logarithm of min_p may be rounded as it is not among fewer rows.
-        other = own.changes.rows | own.changes.forced | (own.column["num_logprobs"] > 0) | (own.column["min_p"] > 0)
+        other = own.changes.rows | own.changes.forced | (own.column["min_p"] > 0)
         plain = own._replace(used=own.used & ~other)
+        num_top = jnp.where(plain.used, own.column["num_logprobs"], 0)
+        top = backend.likeliest(logits, num_top, max_top)
+        if top is None:
+            return None
         tokens, processed = _choose(plain, logits, stats.peak, stats.best, num_rows, vocab=vocab, kernels=kernels)
-        return PlainRows(~other, tokens, _logits_of(logits, tokens, vocab), processed, stats)
+        of_tokens = _logits_of(logits, tokens, vocab)
+        return PlainRows(~other, tokens, of_tokens, processed, num_top, top[1], top[0], stats)
 
-    def sampled(self, max_top: int, vocab: Vocabulary) -> SampleOutput:
+    def sampled(self, vocab: Vocabulary) -> SampleOutput:
         """What `sample` gives plain rows."""
 
         def top(possible: Array) -> tuple[Array, Array]:
-            return _no_top_logprobs(possible.shape[0], max_top, vocab)
+            logprobs = _logprobs(self.top_logits, self.stats)
+            return _asked(self.top_ids, logprobs, jnp.where(possible, self.num_top, 0), vocab)
 
         return _sampled(self.tokens, self.logits, self.processed_logprobs, self.stats, top)
 
@@ -469,19 +483,20 @@ def _logits_of(logits: Array, tokens: Array, vocab: Vocabulary) -> Array:
 
 
 def _logprobs(logits: Array, stats: LogitStats) -> Array:
-    return logits - stats.peak - jnp.log(stats.total)
+    """Of logits f32[row] or f32[row, n]."""
+    peak, log_total = stats.peak, jnp.log(stats.total)
+    return logits - peak - log_total if logits.ndim == 1 else logits - peak[:, None] - log_total[:, None]
 
 
 def likeliest(logits: Array, stats: LogitStats, count: int, vocab: Vocabulary | None = None) -> tuple[Array, Array]:
     """The `count` likeliest tokens of each row of logits f32[row, vocab], i32[row, count], best first, and their log
     probabilities under the model, f32[row, count], with the bits of `logprobs_of`."""
     vocab = _vocab_of(logits, vocab)
-    log_total = jnp.log(stats.total)
     if count == 1:
         best = _best(logits, stats.peak, stats, vocab)
-        return best[:, None], -log_total[:, None]
+        return best[:, None], -jnp.log(stats.total)[:, None]
     values, ids = vocab.largest(logits, count)
-    return ids, values - stats.peak[:, None] - log_total[:, None]
+    return ids, _logprobs(values, stats)
 
 
 def is_penalised(column: dict[str, Array]) -> Array:
@@ -635,18 +650,28 @@ def _draw_tokens(
     return token, exponents(at(token[:, None]))[:, 0] - jnp.log(total)
 
 
-def _top_logprobs(logits: Array, as_read, stats: LogitStats, wanted: Array, used: Array, max_top: int, vocab):
-    """The `wanted` likeliest tokens of each row and their log probabilities; none and 0 in further columns."""
+def _top_logprobs(
+    logits: Array, stats: LogitStats, wanted: Array, max_top: int, vocab: Vocabulary, backend: Backend | None
+) -> tuple[Array, Array]:
+    """The `wanted` i32[row] likeliest tokens of each row and their log probabilities; none and 0 in further columns."""
     nothing = _no_top_logprobs(logits.shape[0], max_top, vocab)
     if max_top == 0:
         return nothing
 
     def best():
-        ids, logprobs = likeliest(as_read(logits), stats, max_top, vocab)
-        asked = jax.lax.broadcasted_iota(jnp.int32, ids.shape, 1) < wanted[:, None]
-        return jnp.where(asked, ids, vocab.size), jnp.where(asked, logprobs, 0)
+        is_sharded = vocab.shard_axis.mesh_axis is not None
+        top = None if backend is None or is_sharded else backend.likeliest(logits, wanted, max_top)
+        if top is None:
+            return _asked(*likeliest(logits, stats, max_top, vocab), wanted, vocab)
+        return _asked(top[1], _logprobs(top[0], stats), wanted, vocab)
 
-    return jax.lax.cond(jnp.any((wanted > 0) & used), best, lambda: nothing)
+    return jax.lax.cond(jnp.any(wanted > 0), best, lambda: nothing)
+
+
+def _asked(ids: Array, logprobs: Array, wanted: Array, vocab: Vocabulary) -> tuple[Array, Array]:
+    """The first `wanted` i32[row] columns of both, and none and 0 in the others."""
+    is_asked = jax.lax.broadcasted_iota(jnp.int32, ids.shape, 1) < wanted[:, None]
+    return jnp.where(is_asked, ids, vocab.size), jnp.where(is_asked, logprobs, 0)
 
 
 def _no_top_logprobs(rows: int, max_top: int, vocab: Vocabulary) -> tuple[Array, Array]:

@@ -210,8 +210,8 @@ def sample_rows(
     plain = None
     if logits_mod is None and shapes.max_beams == 0 and stats is not None:
         asked, masks = state.sampling.rows(plan.slot_ids), masks_of(state.constraints, plan.slot_ids, states)
-        of_rows = asked, history_of(plan.slot_ids, lens), stats, plan.num_rows
-        plain = PlainRows.of(logits, *of_rows, model.vocab, model.backend, masks)
+        of_rows, top = (asked, history_of(plan.slot_ids, lens), stats, plan.num_rows), shapes.limits.max_logprobs
+        plain = PlainRows.of(logits, *of_rows, model.vocab, model.backend, max_top=top, masks=masks)
 
     def body(carry):
         # A slice that would pass the end starts earlier, and some rows are sampled again, with the same result.
@@ -227,7 +227,7 @@ def sample_rows(
             new = result()
         else:  # plain rows need no slice of the logits, which would copy them
             of_part = part(plain)
-            sampled_plainly = of_part.sampled(shapes.limits.max_logprobs, model.vocab)
+            sampled_plainly = of_part.sampled(model.vocab)
             new = run_if(~jnp.all(of_part.are_plain), lambda _: result(), sampled_plainly)
         sampled = jax.tree.map(lambda rows, new: jax.lax.dynamic_update_slice_in_dim(rows, new, first, 0), sampled, new)
         return first + count, sampled

@@ -392,6 +392,12 @@ class Backend(ABC):
         over. None: there is no kernel for it, and XLA computes it."""
         return None
 
+    def likeliest(self, logits: Array, counts: Array, most: int) -> tuple[Array, Array] | None:
+        """The `counts` i32[row] largest logits of each row of f32[row, vocab], the largest first and the first of equal
+        ones first, f32[row, most], and their tokens, i32[row, most]; anything beyond. None: there is no kernel for it,
+        and XLA computes it."""
+        return None
+
     def sampling_kernels(self, logits: Array) -> "SamplingKernels | RowKernels | None":
         """Kernels that sample from these logits f32[row, vocab]; None: there are none, and XLA computes it."""
         return None

@@ -149,6 +149,9 @@ class CpuBackend(XlaBackend):
     def masked_best(self, logits: Array, masks: Array, masked: Array, num_rows: Array) -> tuple[Array, Array] | None:
         return bindings.masked_best(logits, masks, masked, num_rows, isa_name=self.isa)
 
+    def likeliest(self, logits: Array, counts: Array, most: int) -> tuple[Array, Array] | None:
+        return bindings.likeliest(logits, counts, most, isa_name=self.isa)
+
     def sampling_kernels(self, logits: Array) -> RowKernels | None:
         return CpuSampling(self.isa)
 

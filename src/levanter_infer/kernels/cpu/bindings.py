@@ -42,6 +42,7 @@ _CALLS = (
     "logit_stats",
     "masked_logits",
     "masked_best",
+    "likeliest",
     "thresholds",
     "draw",
 )
@@ -391,6 +392,14 @@ def masked_best(
     call = jax.ffi.ffi_call("levanter_infer_masked_best", results, vmap_method="sequential")
     peak, best = call(logits, num_rows.astype(jnp.int32), masks, masked.astype(jnp.int32), isa=isa_name or isa())
     return peak, best
+
+
+def likeliest(logits: Array, counts: Array, most: int, *, isa_name: str | None = None) -> tuple[Array, Array]:
+    """`Backend.likeliest`. NaN is passed over; columns beyond a row's count hold 0."""
+    results = [jax.ShapeDtypeStruct((logits.shape[0], most), dtype) for dtype in (jnp.float32, jnp.int32)]
+    call = jax.ffi.ffi_call("levanter_infer_likeliest", results, vmap_method="sequential")
+    values, tokens = call(logits, counts.astype(jnp.int32), isa=isa_name or isa())
+    return values, tokens
 
 
 def thresholds(logits: Array, rules: DrawRules, *, isa_name: str | None = None) -> Array:

@@ -364,6 +364,29 @@ float* sampling_scratch(int64_t vocab) {
   return scratch.data();
 }
 
+// Arguments: logits f32[rows, vocab]; counts s32[rows]. Results: the largest logits of each row and their tokens, [rows,
+// most] each, the largest first; 0 in columns beyond a row's count.
+ffi::Error likeliest(ffi::ThreadPool threads, ffi::Buffer<ffi::F32> logits, ffi::Buffer<ffi::S32> counts,
+                     ffi::ResultBuffer<ffi::F32> values, ffi::ResultBuffer<ffi::S32> tokens, std::string_view isa) {
+  if (logits.dimensions().size() != 2) return invalid("likeliest: logits are not [rows, vocab]");
+  const int64_t rows = logits.dimensions()[0], vocab = logits.dimensions()[1];
+  const auto shape = values->dimensions();
+  if (!are_of_rows(rows, counts) || shape.size() != 2 || shape[0] != rows || !same_shape(shape, tokens->dimensions()))
+    return invalid("likeliest: counts are not [rows], or results not [rows, most]");
+  const int64_t most = shape[1];
+  const Kernels& kernels = kernels_for(isa);
+  Workers::shared().run(threads.num_threads(), rows, [&](int64_t row) {
+    float* value = values->typed_data() + row * most;
+    int32_t* token = tokens->typed_data() + row * most;
+    std::fill(value, value + most, 0.0f);
+    std::fill(token, token + most, 0);
+    const int64_t count = std::min<int64_t>({counts.typed_data()[row], most, vocab});
+    if (count > 0)
+      kernels.row_likeliest(logits.typed_data() + row * vocab, vocab, count, sampling_scratch(vocab), value, token);
+  });
+  return ffi::Error::Success();
+}
+
 // Arguments: logits f32[rows, vocab]; of each row the largest logit and the inverse temperature, f32[rows], top_k
 // s32[rows], 0: off, and top_p f32[rows], 1: off. Result: the smallest logit that passes, f32[rows].
 ffi::Error thresholds(ffi::ThreadPool threads, ffi::Buffer<ffi::F32> logits, ffi::Buffer<ffi::F32> peak,
@@ -569,6 +592,15 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(levanter_infer_masked_best, levanter_infer::masked
                                   .Arg<ffi::Buffer<ffi::F32>>()
                                   .Arg<ffi::Buffer<ffi::S32>>()
                                   .Arg<ffi::Buffer<ffi::U32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Ret<ffi::Buffer<ffi::F32>>()
+                                  .Ret<ffi::Buffer<ffi::S32>>()
+                                  .Attr<std::string_view>("isa"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(levanter_infer_likeliest, levanter_infer::likeliest,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
                                   .Arg<ffi::Buffer<ffi::S32>>()
                                   .Ret<ffi::Buffer<ffi::F32>>()
                                   .Ret<ffi::Buffer<ffi::S32>>()

@@ -152,7 +152,9 @@ struct Kernels {
   void (*mask_row)(const float* logits, const uint32_t* mask, int64_t words, int64_t size, float* to);
   void (*masked_best)(const float* logits, const uint32_t* mask, int64_t words, int64_t size, float* peak,
                       int32_t* best);
-  // The scratch of these two is 3 * (size + 64) floats.
+  // The scratch of these three is 3 * (size + 64) floats.
+  void (*row_likeliest)(const float* logits, int64_t size, int64_t count, float* scratch, float* values,
+                        int32_t* tokens);
   float (*row_threshold)(const float* logits, int64_t size, const DrawRule& rule, int64_t top_k, float top_p,
                          float* scratch);
   void (*draw_row)(const float* logits, const DrawRule& rule, const DrawSeed& seed, const int64_t* sizes,
