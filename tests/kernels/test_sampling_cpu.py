@@ -171,5 +171,11 @@ def test_arguments_of_other_shapes_are_refused():
         thresholds(logits, short)
     with pytest.raises(Exception, match=r"draw: seeds are not \[rows, 2\]"):
         drawn(logits, rules, np.zeros(3, np.float32), key._replace(seed=jnp.zeros((3, 3), jnp.uint32)))
-    with pytest.raises(Exception, match="first level is not that of the tokens"):
-        jax.block_until_ready(bindings.draw(logits, rules, jnp.zeros(3), key, (19, 2)))
+    for sizes, refusal in [
+        ((19, 2), "first level"),
+        ((20, 3), "no 16th"),
+        ((20,), "more than 16"),
+        ((), "first level"),
+    ]:
+        with pytest.raises(Exception, match=refusal):
+            jax.block_until_ready(bindings.draw(logits, rules, jnp.zeros(3), key, sizes))

@@ -252,7 +252,7 @@ def _sums(logits, rules: DrawRules, threshold, *levels, widths: tuple[int, int])
     """A tile of the second level of the sums of a row's weights, and the entries of the first that it is the sum of.
 
     Entry i of a level is the sum of the entries i, i + width, i + 2 · width, … of the level before, in the order of
-    `sampling_draw.fold_sums`.
+    `sampling_draw._stretch_sums`.
     """
     row, part = pl.program_id(0), pl.program_id(1)
     num, (width, upper_width) = logits.shape[1], widths
@@ -319,7 +319,7 @@ def _descend(
         seed = _threefry(seed, data.astype(jnp.uint32))
 
     def clocks(depth: int) -> Array:
-        """`sampling_draw.clocks` of the words of a choice, two words of each block."""
+        """`sampling_draw._clocks` of the words of a choice, two words of each block."""
         block = jnp.int32(depth * (_FAN // 2)) + child // 2
         words = jnp.where(child % 2 == 0, *_threefry(seed, block.astype(jnp.uint32)))
         uniform = words.astype(f32) * f32(2.0**-32) + f32(2.0**-33)

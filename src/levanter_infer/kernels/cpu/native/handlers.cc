@@ -359,7 +359,7 @@ bool are_of_rows(int64_t rows, const Buffers&... buffers) {
 
 float* sampling_scratch(int64_t vocab) {
   static thread_local std::vector<float> scratch;
-  const size_t size = 3 * (vocab + 64);
+  const size_t size = sampling_floats(vocab);
   if (scratch.size() < size) scratch.resize(size);
   return scratch.data();
 }
@@ -420,7 +420,11 @@ ffi::Error draw(ffi::ThreadPool threads, ffi::Buffer<ffi::F32> logits, ffi::Buff
     return invalid("draw: rules, seeds or results are not [rows]");
   const auto of_seed = seed.dimensions();
   if (of_seed.size() != 2 || of_seed[0] != rows || of_seed[1] != 2) return invalid("draw: seeds are not [rows, 2]");
-  if (sizes.size() == 0 || sizes[0] != vocab) return invalid("draw: the first level is not that of the tokens");
+  const int64_t levels = sizes.size();
+  if (levels == 0 || sizes[0] != vocab) return invalid("draw: the first level is not that of the tokens");
+  for (int64_t i = 1; i < levels; ++i)
+    if (sizes[i] != count_blocks(sizes[i - 1], FAN)) return invalid("draw: a level is no 16th of the one before");
+  if (levels > MAX_LEVELS || sizes[levels - 1] > FAN) return invalid("draw: the last level has more than 16 entries");
   const Kernels& kernels = kernels_for(isa);
   Workers::shared().run(threads.num_threads(), rows, [&](int64_t row) {
     int32_t* token = tokens->typed_data() + row;
@@ -433,7 +437,7 @@ ffi::Error draw(ffi::ThreadPool threads, ffi::Buffer<ffi::F32> logits, ffi::Buff
     const DrawSeed own{seed.typed_data()[2 * row], seed.typed_data()[2 * row + 1],
                        static_cast<uint32_t>(sample_index.typed_data()[row]),
                        static_cast<uint32_t>(position.typed_data()[row])};
-    kernels.draw_row(logits.typed_data() + row * vocab, rule, own, sizes.begin(), sizes.size(),
+    kernels.draw_row(logits.typed_data() + row * vocab, rule, own, sizes.begin(), levels,
                      sampling_scratch(vocab), token, logprob);
   });
   return ffi::Error::Success();

@@ -99,6 +99,8 @@ constexpr int64_t PLACED_TOKENS = 8;  // new tokens per piece of work
 constexpr int64_t PIECES = 8, MAX_PANELS = 8;  // pieces of work per thread that suffice; most panels per piece
 constexpr int64_t LARGE_PIECES = 3;  // pieces per thread where the panels of a piece share parts of many rows in a cache
 constexpr int64_t MASK_WORDS = 128;  // the words of a mask are a multiple of it, and so of LANES
+constexpr int FAN = 16;              // children of a node of the tree of sums that a token is drawn by
+constexpr int64_t MAX_LEVELS = 8;    // of this tree
 constexpr int64_t READ_STEP = 512, READ_PIECE = 1 << 20;  // bytes that `read_all` reads at once; per piece of work
 constexpr int KEYS = 32;             // keys per turn of the online softmax
 constexpr int64_t FEW_QUERIES = 8;  // queries per query block that are worth a piece of work
@@ -128,6 +130,9 @@ inline Block block_of_row(int64_t num_rows, int64_t row, int64_t most) {
   return block_at(num_rows, row < in_larger ? row / (size + 1) : larger + (row - in_larger) / size, most);
 }
 
+// Of the scratch of what samples from a row of `size` logits, which copies the row, its weights, and less than either.
+inline int64_t sampling_floats(int64_t size) { return 3 * (size + 64); }
+
 struct Kernels {
   int64_t panel, rows;  // outputs per panel; rows that are computed together, at most
   float (*norm_factor)(const float* x, int64_t size, float eps);
@@ -152,7 +157,7 @@ struct Kernels {
   void (*mask_row)(const float* logits, const uint32_t* mask, int64_t words, int64_t size, float* to);
   void (*masked_best)(const float* logits, const uint32_t* mask, int64_t words, int64_t size, float* peak,
                       int32_t* best);
-  // The scratch of these three is 3 * (size + 64) floats.
+  // The scratch of these three is `sampling_floats(size)` floats.
   void (*row_likeliest)(const float* logits, int64_t size, int64_t count, float* scratch, float* values,
                         int32_t* tokens);
   float (*row_threshold)(const float* logits, int64_t size, const DrawRule& rule, int64_t top_k, float top_p,
