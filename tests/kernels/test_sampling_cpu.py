@@ -12,7 +12,7 @@ from levanter_infer.kernels.backend import DrawKey, DrawRules, RowKernels
 from levanter_infer.kernels.cpu import bindings
 from levanter_infer.kernels.cpu.backend import CpuBackend, CpuSampling
 from tests.kernels.test_cpu import built, each_isa
-from tests.kernels.test_sampling_gpu import rules_of
+from tests.kernels.test_sampling_gpu import drawn_by_xla, rules_of
 from tests.kernels.test_sampling_tpu import (
     CASES,
     ROWS,
@@ -94,22 +94,10 @@ def test_draws_are_those_of_the_tree(isa, vocab):
     logits[3, 40:] = -np.inf
     terms, draws, key = terms_of(logits, 0.7), np.arange(rows) != 5, key_of(rows)
     terms[7, 2], terms[8, 3] = np.median(logits[7]), -2.0
-    words = sampling_draw.random_words(*key, sampling_draw.num_words(vocab))
-
-    @jax.jit
-    def by_xla(z, terms):
-        token, total = sampling_draw.draw(weights_of(z, terms), lambda ids: weights_of(_at(z, ids), terms), words)
-        exponent = (_at(z, token[:, None])[:, 0] - terms[:, 0]) * terms[:, 1]
-        return token, exponent - jnp.log(total)
-
-    wanted, logprobs = (np.asarray(a) for a in by_xla(jnp.asarray(logits), jnp.asarray(terms)))
+    wanted, logprobs = drawn_by_xla(jnp.asarray(logits), jnp.asarray(terms), key)
     token, logprob = drawn(logits, rules_of(terms, draws=draws), terms[:, 2], key, isa)
     np.testing.assert_array_equal(token, np.where(draws, wanted, 0))
     np.testing.assert_allclose(logprob, np.where(draws, logprobs, 0), atol=2e-6)
-
-
-def _at(z, ids):
-    return jnp.take_along_axis(z, ids, axis=1, mode="fill", fill_value=-jnp.inf)
 
 
 @each_isa

@@ -121,16 +121,8 @@ def test_draws_are_those_of_the_tree(vocab):
     draws[5] = 0
     seeds = jnp.asarray(RNG.integers(2**32, size=(ROWS, 2), dtype=np.uint32))
     key = DrawKey(seeds, jnp.arange(ROWS, dtype=jnp.int32), jnp.arange(ROWS, dtype=jnp.int32) * 1000)
-    words = sampling_draw.random_words(*key, sampling_draw.num_words(vocab))
     z, rules, threshold = jnp.asarray(logits), rules_of(terms, draws=draws), jnp.asarray(terms[:, 2])
-
-    @jax.jit
-    def by_xla(z, terms):
-        token, total = sampling_draw.draw(weights_of(z, terms), lambda ids: weights_of(_at(z, ids), terms), words)
-        exponent = (_at(z, token[:, None])[:, 0] - terms[:, 0]) * terms[:, 1]
-        return token, exponent - jnp.log(total)
-
-    wanted, logprobs = (np.asarray(a) for a in by_xla(z, jnp.asarray(terms)))
+    wanted, logprobs = drawn_by_xla(z, jnp.asarray(terms), key)
     own = kernels.GpuSampling(INTERPRET)
     token, logprob = (
         np.asarray(a) for a in jax.jit(functools.partial(sampling_draw.draw_rows, own))(z, rules, threshold, key)
@@ -138,6 +130,19 @@ def test_draws_are_those_of_the_tree(vocab):
     drawn = draws > 0
     np.testing.assert_array_equal(token, np.where(drawn, wanted, 0))
     np.testing.assert_allclose(logprob, np.where(drawn, logprobs, 0), atol=ATOL)
+
+
+def drawn_by_xla(z, terms, key: DrawKey) -> list[np.ndarray]:
+    """The tokens of `sampling_draw.draw` and their log probabilities, for `terms` f32[row, 4] of `terms_of`."""
+    words = sampling_draw.random_words(*key, sampling_draw.num_words(z.shape[1]))
+
+    @jax.jit
+    def drawn(z, terms):
+        token, total = sampling_draw.draw(weights_of(z, terms), lambda ids: weights_of(_at(z, ids), terms), words)
+        exponent = (_at(z, token[:, None])[:, 0] - terms[:, 0]) * terms[:, 1]
+        return token, exponent - jnp.log(total)
+
+    return [np.asarray(each) for each in drawn(z, terms)]
 
 
 def _at(z, ids):

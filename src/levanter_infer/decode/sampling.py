@@ -269,7 +269,7 @@ class PlainRows(NamedTuple):
         max_top: int,
         masks: RowMasks | None = None,
     ) -> "PlainRows | None":
-        """Of all rows at once; None where no kernel draws whole rows. Args: as of `sample`."""
+        """Samples all plain rows at once; None where no kernel draws whole rows. Args: as of `sample`."""
         kernels = _kernels_of(backend, logits, vocab)
         if not isinstance(kernels, RowKernels) or stats.best is None:
             return None
@@ -286,7 +286,7 @@ class PlainRows(NamedTuple):
         return PlainRows(~other, tokens, of_tokens, processed, num_top, top[1], top[0], stats)
 
     def sampled(self, vocab: Vocabulary) -> SampleOutput:
-        """What `sample` gives plain rows."""
+        """The output of plain rows, with the bits of `sample`."""
 
         def top(possible: Array) -> tuple[Array, Array]:
             logprobs = _logprobs(self.top_logits, self.stats)
@@ -483,7 +483,7 @@ def _logits_of(logits: Array, tokens: Array, vocab: Vocabulary) -> Array:
 
 
 def _logprobs(logits: Array, stats: LogitStats) -> Array:
-    """Of logits f32[row] or f32[row, n]."""
+    """Log probabilities under the model, of logits f32[row] or f32[row, n]."""
     peak, log_total = stats.peak, jnp.log(stats.total)
     return logits - peak - log_total if logits.ndim == 1 else logits - peak[:, None] - log_total[:, None]
 

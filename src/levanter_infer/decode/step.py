@@ -210,8 +210,17 @@ def sample_rows(
     plain = None
     if logits_mod is None and shapes.max_beams == 0 and stats is not None:
         asked, masks = state.sampling.rows(plan.slot_ids), masks_of(state.constraints, plan.slot_ids, states)
-        of_rows, top = (asked, history_of(plan.slot_ids, lens), stats, plan.num_rows), shapes.limits.max_logprobs
-        plain = PlainRows.of(logits, *of_rows, model.vocab, model.backend, max_top=top, masks=masks)
+        plain = PlainRows.of(
+            logits,
+            asked,
+            history_of(plan.slot_ids, lens),
+            stats,
+            plan.num_rows,
+            model.vocab,
+            model.backend,
+            max_top=shapes.limits.max_logprobs,
+            masks=masks,
+        )
 
     def body(carry):
         # A slice that would pass the end starts earlier, and some rows are sampled again, with the same result.
