@@ -27,7 +27,7 @@ from levanter_infer.checkpoints.load import open_model
 from levanter_infer.checkpoints.save import save_model
 from levanter_infer.checkpoints.source import resolve_source
 from levanter_infer.decode.programs import Programs
-from levanter_infer.decode.sampling import History, LogitStats, likeliest, sample
+from levanter_infer.decode.sampling import History, LogitStats, choose, likeliest
 from levanter_infer.decode.shapes import SamplingLimits
 from levanter_infer.engine.admission import SamplingColumns
 from levanter_infer.engine.config import EngineConfig
@@ -409,7 +409,7 @@ def sampled(parts: int, vocab_size: int, backend: Backend | None = None) -> dict
         stats = LogitStats.of(logits, vocab)
         if backend is not None:
             stats = LogitStats.of_kernel(backend, logits, jnp.int32(rows), vocab)
-        sampled = sample(logits, table, history, max_top=3, stats=stats, vocab=vocab, backend=backend)
+        sampled = choose(logits, table, history, max_top=3, stats=stats, vocab=vocab, backend=backend).sampled()
         best, _ = likeliest(logits, stats, 1, vocab)
         return sampled, jnp.where(sampled.finite[:, None], best, 0)  # of rows that are not finite, anything
 

@@ -6,6 +6,7 @@ is sampled, and it compiles in a fraction of a real model's time.
 
 import dataclasses
 import functools
+from typing import NamedTuple
 
 import equinox as eqx
 import haliax as hax
@@ -98,8 +99,15 @@ def continuation(prompt: list[int], sampling: SamplingParams) -> tuple[list[int]
     return tokens[len(prompt) :], "length"
 
 
-def pick(logits, rows, history, *, max_top, stats, vocab, backend, modified=None, masks=None) -> SampleOutput:
-    """`sampling.sample` at temperature 0, which also depends on the history of each row."""
+class Picked(NamedTuple):
+    output: SampleOutput
+
+    def sampled(self) -> SampleOutput:
+        return self.output
+
+
+def pick(logits, rows, history, *, max_top, stats, vocab, backend, modified=None, masks=None) -> Picked:
+    """`sampling.choose` at temperature 0, which also depends on the history of each row."""
     assert modified is None and masks is None
     lens = history.seq_lens
     is_wrong = (history.positions != lens) | (history.prompt_lens > lens) | (history.slot_ids < 0)
@@ -107,7 +115,8 @@ def pick(logits, rows, history, *, max_top, stats, vocab, backend, modified=None
     finite = jnp.isfinite(logits).all(axis=1)
     logprob = jnp.where(finite, -token.astype(jnp.float32), jnp.nan)
     top = jnp.broadcast_to(token[:, None], (token.shape[0], max_top))
-    return SampleOutput(token, logprob, 2 * logprob, top, jnp.broadcast_to(logprob[:, None], top.shape), finite, finite)
+    top_logprobs = jnp.broadcast_to(logprob[:, None], top.shape)
+    return Picked(SampleOutput(token, logprob, 2 * logprob, top, top_logprobs, finite, finite))
 
 
 def foreseen(tokens: jax.Array, lens: jax.Array, sizes: SpeculationShapes) -> tuple[jax.Array, jax.Array]:
@@ -131,7 +140,7 @@ def make_engine(drafts: int = 0) -> InferenceEngine:
         attention="xla", matmul="xla", num_speculative_tokens=drafts,
     )  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(step, "sample", pick)
+        patch.setattr(step, "choose", pick)
         patch.setattr(speculation, "lookup", foreseen)
         patch.setattr("levanter_infer.engine.engine.from_levanter", lambda model, *_: model)  # it is one as it is
         patch.setattr("levanter_infer.engine.sizes.MIN_UPLOAD_TOKENS", 12)  # long prompts come in pieces

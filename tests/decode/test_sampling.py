@@ -10,14 +10,15 @@ import pytest
 
 from levanter_infer.decode.constraints import RowMasks
 from levanter_infer.decode.sampling import (
+    ChosenTokens,
     History,
     LogitStats,
-    PlainRows,
     SampleOutput,
     SamplingTable,
+    choose,
     likeliest,
     logprobs_of,
-    sample,
+    samples_whole_rows,
     stop_match,
 )
 from levanter_infer.decode.sampling_draw import draw, num_words, random_words, row_sums
@@ -55,7 +56,7 @@ MIXTURE = [
 def sample_rows(logits, table: SamplingTable, slot_ids, tokens=TOKENS) -> SampleOutput:
     """`slot_ids` of the table; rows of `logits` belong to them."""
     seq_lens = jnp.asarray(SEQ_LENS).at[slot_ids].get(mode="fill", fill_value=0)
-    return sample(
+    return choose(
         logits,
         table.rows(slot_ids),
         History(
@@ -66,7 +67,7 @@ def sample_rows(logits, table: SamplingTable, slot_ids, tokens=TOKENS) -> Sample
             seq_lens=seq_lens,
         ),
         max_top=MAX_TOP,
-    )
+    ).sampled()
 
 
 def run(slots: list[int], logits=LOGITS, params=MIXTURE, rows: int = SLOTS) -> dict[str, np.ndarray]:
@@ -276,7 +277,7 @@ def test_sampling_works_where_no_bias_stop_or_logprob_is_possible():
     slot = jnp.zeros(1, jnp.int32)
 
     def function(logits):
-        return sample(
+        return choose(
             logits,
             SamplingTable.empty(1, limits).rows(slot),
             History(
@@ -287,7 +288,7 @@ def test_sampling_works_where_no_bias_stop_or_logprob_is_possible():
                 seq_lens=slot,
             ),
             max_top=0,
-        )
+        ).sampled()
 
     out = jax.eval_shape(function, jnp.asarray(LOGITS[:1]))
     assert out.tokens.shape == (1,) and out.top_ids.shape == (1, 0)
@@ -304,7 +305,7 @@ def test_no_array_of_slots_by_vocabulary_is_built():
     rows = jnp.zeros(5, jnp.int32)
 
     def function(logits, table, tokens):
-        return sample(
+        return choose(
             logits,
             table.rows(rows),
             History(
@@ -315,7 +316,7 @@ def test_no_array_of_slots_by_vocabulary_is_built():
                 seq_lens=rows,
             ),
             max_top=MAX_TOP,
-        )
+        ).sampled()
 
     jaxpr = jax.make_jaxpr(function)(jnp.zeros((5, VOCAB)), table, jnp.zeros((slots, 64), jnp.int32))
     shapes = _shapes(jaxpr.jaxpr)
@@ -329,7 +330,7 @@ def test_arrays_of_rows_by_vocabulary_are_built_in_branches_only():
     rows = jnp.arange(5, dtype=jnp.int32)
 
     def function(logits, table, tokens):
-        return sample(
+        return choose(
             logits,
             table.rows(rows),
             History(
@@ -340,7 +341,7 @@ def test_arrays_of_rows_by_vocabulary_are_built_in_branches_only():
                 seq_lens=rows,
             ),
             max_top=MAX_TOP,
-        )
+        ).sampled()
 
     jaxpr = jax.make_jaxpr(function)(jnp.zeros((5, VOCAB)), table, jnp.zeros((5, 64), jnp.int32))
     top_level = [
@@ -429,7 +430,7 @@ def test_a_forced_row_gets_what_masking_and_drawing_would_give_it(backend):
         stats = None if backend is None else LogitStats.of_kernel(backend, jnp.asarray(logits), jnp.int32(SLOTS))
         masks = RowMasks(words, slots != 8, forced)
         own = dict(max_top=MAX_TOP, stats=stats, backend=backend, masks=masks)
-        return sample(jnp.asarray(logits), table.rows(slots), history, **own)
+        return choose(jnp.asarray(logits), table.rows(slots), history, **own).sampled()
 
     for several in ([], [0], [1, 2, 4], list(range(7))):  # rows with a choice
         allowed = np.arange(VOCAB) == only[:, None]
@@ -467,80 +468,45 @@ def history_of(slots) -> History:
     return History(lens, jnp.asarray(TOKENS), slots, jnp.asarray(PROMPT_LENS)[slots], lens)
 
 
-@pytest.mark.parametrize("shift", range(len(PLAIN)))
-def test_plain_rows_have_the_same_bits_without_their_logits(shift):
-    """All at once, and a few among others, as `decode.step` samples them."""
-    backend, vocab, slots = make_backend("cpu"), Vocabulary(VOCAB), jnp.arange(SLOTS, dtype=jnp.int32)
-    table = table_of([PLAIN[(slot + shift) % len(PLAIN)] for slot in range(SLOTS)], VOCAB)
+MIXED = [*PLAIN, *MIXTURE, SamplingParams(min_p=0.3, logprobs=1), SamplingParams(presence_penalty=0.4, min_p=0.01)]
+
+
+@pytest.mark.parametrize("asked", [PLAIN, MIXED, MIXED[::-1]], ids=["plain", "mixed", "reversed"])
+@pytest.mark.parametrize("masked", [False, True])
+def test_rows_sampled_together_have_the_bits_of_a_few(asked, masked):
+    """All at once, with their log probabilities taken a few at a time, as `decode.step` samples them."""
+    backend, slots = make_backend("cpu"), jnp.arange(SLOTS, dtype=jnp.int32)
+    allowed = np.random.default_rng(2).random((SLOTS, VOCAB)) < 0.5
+    allowed[6] = np.arange(VOCAB) == 40
+    constrained = np.arange(SLOTS) % 3 == 0
+    forced = jnp.asarray(np.where(constrained, forced_tokens(packed(allowed), VOCAB), VOCAB))
 
     @jax.jit
-    def plainly(logits):
-        stats = LogitStats.of_kernel(backend, logits, jnp.int32(SLOTS))
-        assert stats is not None
-        of_rows = table.rows(slots), history_of(slots), stats, jnp.int32(SLOTS)
-        plain = PlainRows.of(logits, *of_rows, vocab, backend, max_top=MAX_TOP)
-        assert plain is not None
-        return (
-            stats,
-            plain,
-            [jax.tree.map(lambda own, i=i: own[i : i + 4], plain).sampled(vocab) for i in (0, 5)],
-        )
+    def chosen(logits, rows, slots, words, forced) -> ChosenTokens:
+        stats = LogitStats.of_kernel(backend, logits, jnp.int32(len(logits)))
+        masks = RowMasks(words, jnp.asarray(constrained)[slots], forced) if masked else None
+        return choose(logits, rows, history_of(slots), max_top=MAX_TOP, stats=stats, backend=backend, masks=masks)
 
-    @jax.jit
-    def whole(logits, stats, slots):
-        rows = table.rows(slots)
-        return sample(logits, rows, history_of(slots), max_top=MAX_TOP, stats=stats, vocab=vocab, backend=backend)
-
-    stats, plain, parts = plainly(jnp.asarray(SPOILT))
-    assert np.asarray(plain.are_plain).all() and not np.asarray(parts[0].possible)[1:4].any()
-    if PLAIN[(4 + shift) % len(PLAIN)].temperature == 0:
-        assert np.asarray(plain.tokens)[4] == 5
-    for first, part in zip((0, 5), parts, strict=True):
-        own = slice(first, first + 4)
-        wanted = whole(jnp.asarray(SPOILT[own]), jax.tree.map(lambda array, own=own: array[own], stats), slots[own])
-        for one, other in zip(jax.tree.leaves(part), jax.tree.leaves(wanted), strict=True):
-            assert np.asarray(one).tobytes() == np.asarray(other).tobytes()
+    sampled, words = jax.jit(ChosenTokens.sampled), jnp.asarray(packed(allowed))
+    for shift in range(len(asked)):
+        table = table_of([asked[(slot + shift) % len(asked)] for slot in range(SLOTS)], VOCAB)
+        together = chosen(jnp.asarray(SPOILT), table.rows(slots), slots, words, forced)
+        assert not np.asarray(together.sampled().possible)[1:4].any()
+        if asked is PLAIN and PLAIN[(4 + shift) % len(PLAIN)].temperature == 0:
+            assert np.asarray(together.tokens)[4] == 5
+        for first in (0, 5):
+            own = slots[first : first + 4]
+            few = chosen(jnp.asarray(SPOILT)[own], table.rows(own), own, words[own], forced[own])
+            part = jax.tree.map(lambda array, own=own: array[own], together)
+            for one, other in zip(jax.tree.leaves(sampled(part)), jax.tree.leaves(sampled(few)), strict=True):
+                assert np.asarray(one).tobytes() == np.asarray(other).tobytes()
 
 
-@pytest.mark.parametrize(
-    "asked",
-    [
-        dict(min_p=0.1, temperature=1),
-        dict(logit_bias={3: 1.0}),
-        dict(repetition_penalty=1.1),
-        dict(frequency_penalty=0.1),
-        dict(presence_penalty=0.1),
-        dict(min_tokens=50),
-    ],
-)
-@pytest.mark.parametrize("temperature", [0, 0.7])
-def test_rows_that_ask_for_more_are_not_plain(asked, temperature):
-    backend, vocab, other = make_backend("cpu"), Vocabulary(VOCAB), SamplingParams(temperature=temperature)
-    table = table_of([SamplingParams(**{"temperature": temperature, **asked}), other, other], VOCAB)
-    slots, lens = jnp.asarray([0, 1, 3], jnp.int32), jnp.asarray([9, 9, 0], jnp.int32)
-    history = History(lens, jnp.zeros((3, 16), jnp.int32), slots, jnp.asarray([4, 4, 0]), lens)
-
-    @jax.jit
-    def are_plain(masks):
-        logits = jnp.asarray(LOGITS[:3])
-        stats = LogitStats.of_kernel(backend, logits, jnp.int32(2))
-        assert stats is not None
-        of_rows = table.rows(slots), history, stats, jnp.int32(2)
-        plain = PlainRows.of(logits, *of_rows, vocab, backend, max_top=MAX_TOP, masks=masks)
-        assert plain is not None
-        return plain.are_plain
-
-    assert are_plain(None).tolist() == [False, True, True]
-    for forced in ([VOCAB, 5, VOCAB], [VOCAB, VOCAB, VOCAB]):
-        masks = RowMasks(jnp.zeros((3, 128), jnp.uint32), jnp.asarray([False, True, False]), jnp.asarray(forced))
-        assert are_plain(masks).tolist() == [False, False, True]
-
-
-def test_without_kernels_that_draw_no_row_is_plain():
-    logits, slots, vocab = jnp.asarray(LOGITS), jnp.arange(SLOTS, dtype=jnp.int32), Vocabulary(VOCAB)
-    stats, rows = LogitStats.of(logits), table_of(PLAIN[:1] * SLOTS, VOCAB).rows(slots)
-    of_rows = rows, history_of(slots), stats, jnp.int32(SLOTS), vocab
-    assert PlainRows.of(logits, *of_rows, make_backend("xla"), max_top=MAX_TOP) is None
+@pytest.mark.parametrize("name", ["cpu", "xla", "gpu_interpret", "tpu_interpret"])
+def test_whole_rows_are_sampled_by_kernels_that_read_the_whole_vocabulary(name):
+    logits, backend = jnp.zeros((4, 4096)), make_backend(name)
+    assert samples_whole_rows(backend, logits, Vocabulary(4096)) == (name in ("cpu", "gpu_interpret"))
+    assert not samples_whole_rows(backend, logits, Vocabulary(8192, ShardAxis("model", 2)))
 
 
 @pytest.mark.parametrize("name", nightly_but(["cpu"], ["cpu", "tpu_interpret", "gpu_interpret"]))

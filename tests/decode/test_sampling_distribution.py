@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from levanter_infer.decode.sampling import History, LogitStats, SampleOutput, SamplingTable, sample
+from levanter_infer.decode.sampling import History, LogitStats, SampleOutput, SamplingTable, choose
 from levanter_infer.engine.params import SamplingParams
 from levanter_infer.kernels.backend import Backend
 from levanter_infer.kernels.registry import make_backend
@@ -35,7 +35,7 @@ def many(logits, table: SamplingTable, tokens, backend: Backend | None) -> Sampl
     """DRAWS draws of slot 0, which differ in position only."""
     slots = jnp.zeros(DRAWS, jnp.int32)
     logits = jnp.broadcast_to(logits, (DRAWS, VOCAB))
-    return sample(
+    return choose(
         logits,
         table.rows(slots),
         History(
@@ -48,7 +48,7 @@ def many(logits, table: SamplingTable, tokens, backend: Backend | None) -> Sampl
         max_top=0,
         stats=None if backend is None else LogitStats.of_kernel(backend, logits, jnp.int32(DRAWS)),
         backend=backend,
-    )
+    ).sampled()
 
 
 def draws_of(logits, params: SamplingParams, seed: int, backend: Backend | None) -> SampleOutput:
@@ -160,7 +160,7 @@ def test_bias_comes_before_the_repetition_penalty_as_in_hf_transformers():
     expected = z - np.log(np.exp(z).sum())
     params = SamplingParams(repetition_penalty=penalty, logit_bias=bias, ignore_eos=True)
     rows = jnp.zeros(4000, jnp.int32)
-    out = jax.jit(sample, static_argnames="max_top")(
+    out = jax.jit(choose, static_argnames="max_top")(
         jnp.broadcast_to(jnp.asarray(logits, jnp.float32), (4000, 11)),
         table_of([params], 11, limits=limits_for(11, max_logit_bias=6)).rows(rows),
         History(
@@ -171,7 +171,7 @@ def test_bias_comes_before_the_repetition_penalty_as_in_hf_transformers():
             seq_lens=rows + len(seen),
         ),
         max_top=0,
-    )
+    ).sampled()
     drawn = np.asarray(out.tokens)
     np.testing.assert_allclose(np.asarray(out.processed_logprobs), expected[drawn], atol=2e-5)
     counts = np.bincount(drawn, minlength=11)

@@ -281,7 +281,7 @@ def test_columns_hold_what_was_asked():
         "temperature": 0.5,
         "top_k": 100,
         "top_p": 0.25,
-        "min_p": 0.125,
+        "log_min_p": np.float32(np.log(0.125)).item(),
         "frequency_penalty": 0.5,
         "presence_penalty": -0.5,
         "repetition_penalty": 1.5,

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from levanter_infer.decode import sampling_draw
-from levanter_infer.kernels.backend import DrawKey, DrawRules, RowKernels
+from levanter_infer.kernels.backend import DrawKey, DrawRules, LogitChanges, RowKernels
 from levanter_infer.kernels.cpu import bindings
 from levanter_infer.kernels.cpu.backend import CpuBackend, CpuSampling
+from levanter_infer.structured.automaton import packed
 from tests.kernels.test_cpu import built, each_isa
 from tests.kernels.test_sampling_gpu import drawn_by_xla, rules_of
 from tests.kernels.test_sampling_tpu import (
@@ -121,6 +122,72 @@ def test_the_likeliest_are_the_first_of_a_stable_sort(isa, vocab):
         assert not tokens[row, count:].any() and not values[row, count:].any()
 
 
+def changes_of(vocab: int) -> tuple[np.ndarray, LogitChanges, np.ndarray]:
+    """Logits of seven rows, their changes, and the tokens that the masks allow. The slot of the fourth row is absent,
+    and the fifth has no penalties."""
+    rng, rows = np.random.default_rng(vocab), 7
+    allowed = rng.random((rows, vocab)) < 0.5
+    allowed[1] = np.arange(vocab) == vocab - 1
+    logits = rng.normal(size=(rows, vocab)).astype(np.float32)
+    logits[2, 0], logits[3, -1], logits[5, 0] = np.nan, np.inf, -np.inf
+    bias_ids = np.stack([rng.permutation(vocab + 3)[: min(4, vocab)] for _ in range(rows)])
+    changes = LogitChanges(
+        bias_ids=bias_ids.astype(np.int32),
+        bias_values=rng.normal(size=bias_ids.shape).astype(np.float32),
+        repetition=np.array([1.3, 1, 0.8, 1.1, 1.2, 2, 1], np.float32),
+        frequency=np.array([0.2, 0.5, 0, 0.1, 0.3, -0.4, 0], np.float32),
+        presence=np.array([0, 0.7, -0.3, 0.1, 0.3, 0, 0.6], np.float32),
+        tokens=rng.integers(-1, vocab + 2, size=(9, 50)).astype(np.int32),
+        slot_ids=np.array([3, 8, 0, 9, 1, 2, 7], np.int32),
+        prompt_lens=np.array([20, 0, 50, 4, 9, 3, 12], np.int32),
+        seq_lens=np.array([50, 30, 50, 40, 0, 17, 13], np.int32),
+        banned_ids=rng.integers(0, 2 * vocab, size=(rows, 3)).astype(np.int32),
+        masks=packed(allowed),
+        masked=np.array([1, 1, 1, 0, 1, 1, 0], bool),
+    )
+    return logits, changes, allowed
+
+
+def changed_by_numpy(logits: np.ndarray, changes: LogitChanges, allowed: np.ndarray) -> np.ndarray:
+    z, vocab = logits.astype(np.float64), logits.shape[1]
+    for row, own in enumerate(z):
+        for token, value in zip(changes.bias_ids[row], changes.bias_values[row], strict=True):
+            own[token : token + 1] += value
+        slot, known, prompt = changes.slot_ids[row], changes.seq_lens[row], changes.prompt_lens[row]
+        history = list(changes.tokens[slot, :known]) if slot < len(changes.tokens) else []
+        for token in {token for token in history if 0 <= token < vocab}:
+            factor = 1 / changes.repetition[row] if own[token] > 0 else changes.repetition[row]
+            own[token] *= factor
+            generated = history[prompt:].count(token)
+            own[token] -= changes.frequency[row] * generated + changes.presence[row] * (generated > 0)
+        own[[token for token in changes.banned_ids[row] if token < vocab]] = -np.inf
+        if changes.masked[row]:
+            own[~allowed[row]] = -np.inf
+    return z
+
+
+@each_isa
+@pytest.mark.parametrize("vocab", [1, 7, 67, 1000, 4096, 5003])
+def test_logits_change_by_bias_penalties_bans_and_masks(isa, vocab):
+    """In this order, with each token penalised once, and twice with the same result."""
+    logits, changes, allowed = changes_of(vocab)
+    call = jax.jit(functools.partial(bindings.changed_logits, isa_name=isa))
+    wanted = changed_by_numpy(logits, changes, allowed)
+    for _ in range(2):
+        found = call(jnp.asarray(logits), changes, jnp.int32(6))[:6]
+        np.testing.assert_allclose(found, wanted[:6], rtol=1e-6, atol=1e-6)
+    for row in range(6):
+        tokens = changes.tokens
+        one = jax.tree.map(lambda array, row=row: array[row : row + 1], changes._replace(tokens=np.zeros(7)))
+        alone = call(jnp.asarray(logits[row : row + 1]), one._replace(tokens=tokens), jnp.int32(1))
+        assert np.asarray(alone)[0].tobytes() == np.asarray(found)[row].tobytes()
+    without = changes._replace(masks=np.zeros((7, 0), np.uint32))
+    no_mask = changes._replace(masked=np.zeros(7, bool))
+    wanted = changed_by_numpy(logits, no_mask, allowed)
+    for own in (without, no_mask):
+        np.testing.assert_allclose(call(jnp.asarray(logits), own, jnp.int32(7)), wanted, rtol=1e-6, atol=1e-6)
+
+
 @built
 def test_a_row_has_the_same_bits_alone_and_in_any_company():
     logits = (RNG.normal(size=(5, VOCAB)) * 2).astype(np.float32)
@@ -153,6 +220,18 @@ def test_kernels_sample_what_xla_samples(changed):
 def test_arguments_of_other_shapes_are_refused():
     logits, rules, key = jnp.zeros((3, 20)), rules_of(np.zeros((3, 4), np.float32)), key_of(3)
     short = rules._replace(top_p=jnp.ones(2))
+    raw, changes, _ = changes_of(20)
+    for wrong, refusal in [
+        (dict(presence=np.zeros(2, np.float32)), "changed_logits: penalties, slots or lengths"),
+        (dict(bias_values=np.zeros((7, 3), np.float32)), "changed_logits: bias and banned ids"),
+        (dict(banned_ids=np.zeros((2, 3), np.int32)), "changed_logits: bias and banned ids"),
+        (dict(tokens=np.zeros(9, np.int32)), "tokens not"),
+        (dict(masks=np.zeros((6, 128), np.uint32)), "changed_logits: masks are not"),
+        (dict(masks=np.zeros((7, 64), np.uint32)), "changed_logits: masks have no multiple"),
+        (dict(masked=np.zeros(6, bool)), "changed_logits: masked is not"),
+    ]:
+        with pytest.raises(Exception, match=refusal):
+            jax.block_until_ready(bindings.changed_logits(jnp.asarray(raw), changes._replace(**wrong), jnp.int32(7)))
     with pytest.raises(Exception, match="likeliest: counts are not"):
         jax.block_until_ready(bindings.likeliest(logits, jnp.ones(2, jnp.int32), 4))
     with pytest.raises(Exception, match=r"thresholds: rules are not \[rows\]"):

@@ -11,7 +11,7 @@ import pytest
 
 from levanter_infer.axes import MODEL
 from levanter_infer.decode import sampling_draw
-from levanter_infer.decode.sampling import History, LogitStats, sample
+from levanter_infer.decode.sampling import History, LogitStats, choose
 from levanter_infer.engine.params import SamplingParams
 from levanter_infer.kernels.backend import DrawKey, DrawRules, RowKernels
 from levanter_infer.kernels.gpu import sampling as kernels
@@ -183,7 +183,7 @@ def test_rows_are_drawn_by_kernels_where_one_device_has_all_of_them(parts):
 
     def sampled(logits):
         stats = LogitStats.of_kernel(BACKEND, logits, jnp.int32(2), vocab)
-        return sample(logits, table, history, max_top=0, stats=stats, vocab=vocab, backend=BACKEND).tokens
+        return choose(logits, table, history, max_top=0, stats=stats, vocab=vocab, backend=BACKEND).sampled().tokens
 
     traced = jax.make_jaxpr(jax.vmap(sampled, axis_name=MODEL))(jnp.zeros((parts, 2, vocab.part_size)))
     called = {each.params["name"] for each in equations(traced.jaxpr) if each.primitive.name == "pallas_call"}
@@ -200,7 +200,7 @@ def test_rows_that_are_searched_and_rows_that_are_not_do_not_meet():
     @jax.jit
     def sample_all(own, table, history):
         stats = LogitStats.of_kernel(BACKEND, own, jnp.int32(len(own)))
-        return sample(own, table, history, max_top=0, stats=stats, backend=BACKEND)
+        return choose(own, table, history, max_top=0, stats=stats, backend=BACKEND).sampled()
 
     def sampled(rows: list[int]):
         table = table_of([params[row] for row in rows], VOCAB, seeds=[7 + row for row in rows])

@@ -13,7 +13,7 @@ from jax.experimental.pallas import tpu as pltpu
 from levanter_infer.axes import MODEL
 from levanter_infer.decode import sampling, sampling_draw
 from levanter_infer.decode.constraints import RowMasks
-from levanter_infer.decode.sampling import History, LogitStats, sample
+from levanter_infer.decode.sampling import History, LogitStats, choose
 from levanter_infer.decode.sampling_filters import filter_thresholds, thresholds_by_kernels
 from levanter_infer.engine.params import SamplingParams
 from levanter_infer.kernels.registry import make_backend
@@ -285,7 +285,7 @@ def check_beside_xla(backend, changed: bool, slots: np.ndarray, atol: float) -> 
     def sampled(table, by_kernels: bool):
         own = backend if by_kernels else None
         stats = None if own is None else LogitStats.of_kernel(own, logits, jnp.int32(ROWS))
-        return sample(logits, table, history, max_top=3, stats=stats, backend=own, masks=masks)
+        return choose(logits, table, history, max_top=3, stats=stats, backend=own, masks=masks).sampled()
 
     for seed in range(4):
         table = table_of(params, VOCAB, seeds=[100 * seed + row for row in range(ROWS)])

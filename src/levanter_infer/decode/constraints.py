@@ -74,17 +74,8 @@ class RowMasks(eqx.Module):
     forced: Int32[Array, " row"]
     """The only token that may follow; absent where there are others, or the row is not constrained."""
 
-    def apply(self, logits: Array, vocab: Vocabulary, backend: Backend | None, num_rows: Array) -> Array:
-        """f32[row, vocab], of this device's part: -inf for tokens that may not follow in constrained rows.
-
-        Args:
-            backend: whose kernel applies them, if it has one.
-            num_rows: i32[], rows in use; the others may be anything.
-        """
-        if backend is not None and vocab.shard_axis.mesh_axis is None:
-            found = backend.masked_logits(logits, self.words, self.constrained, num_rows)
-            if found is not None:
-                return found
+    def apply(self, logits: Array, vocab: Vocabulary) -> Array:
+        """f32[row, vocab], of this device's part: -inf for tokens that may not follow in constrained rows."""
         bit = jnp.arange(_BITS, dtype=jnp.uint32)[None, :, None]
         rows, words = self.words.shape
         allowed = (self.words[:, None, :] >> bit & 1).reshape(rows, _BITS * words) != 0
@@ -94,12 +85,15 @@ class RowMasks(eqx.Module):
 
     def best(self, logits: Array, vocab: Vocabulary, backend: Backend | None, num_rows: Array) -> tuple[Array, Array]:
         """The largest of the logits that `apply` leaves each row, f32[row], and the first token that has it, i32[row].
-        The backend's kernel, if it has one, writes nothing of the logits' size. Args: as in `apply`."""
+        The backend's kernel, if it has one, writes nothing of the logits' size.
+
+        Args: num_rows: i32[], rows in use; the others may be anything.
+        """
         if backend is not None and vocab.shard_axis.mesh_axis is None:
             found = backend.masked_best(logits, self.words, self.constrained, num_rows)
             if found is not None:
                 return found
-        z = self.apply(logits, vocab, None, num_rows)
+        z = self.apply(logits, vocab)
         peak = vocab.shard_axis.max(jnp.max(z, axis=1))
         return peak, vocab.first(z == peak[:, None])
 

@@ -17,7 +17,6 @@ no row asks for is skipped.
 """
 
 import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -31,8 +30,8 @@ from levanter_infer.decode.sampling_draw import draw, draw_by_kernels, draw_rows
 from levanter_infer.decode.sampling_filters import filter_thresholds, thresholds_by_kernels
 from levanter_infer.decode.sampling_table import SamplingTable as SamplingTable
 from levanter_infer.decode.sampling_table import stop_match as stop_match
-from levanter_infer.kernels import scopes
-from levanter_infer.kernels.backend import MIN_EXPONENT, Backend, DrawKey, DrawRules, RowKernels, SamplingKernels
+from levanter_infer.kernels import MIN_EXPONENT, scopes
+from levanter_infer.kernels.backend import Backend, DrawKey, DrawRules, LogitChanges, RowKernels, SamplingKernels
 from levanter_infer.kernels.loops import branching, in_blocks, run_if
 from levanter_infer.layers.shard_axis import Vocabulary
 
@@ -127,7 +126,41 @@ class History(NamedTuple):
     """i32[row], known tokens of the row's sequence, prompt included."""
 
 
-def sample(
+class ChosenTokens(NamedTuple):
+    """The token of each row, and what the log probabilities are computed from."""
+
+    tokens: Array
+    """i32[row], -1 for none."""
+    logits: Array
+    """f32[row], of the tokens."""
+    processed_logprobs: Array
+    """f32[row], as in `SampleOutput`."""
+    num_top: Array
+    """i32[row], likeliest tokens that are reported."""
+    top_ids: Array
+    """i32[row, max_top], as in `SampleOutput`."""
+    top_logits: Array
+    """f32[row, max_top], their logits; anything beyond `num_top`."""
+    stats: LogitStats
+    """Of the model's logits."""
+
+    def sampled(self) -> SampleOutput:
+        """The tokens and their log probabilities."""
+        finite = self.stats.total > 0
+        possible = finite & (self.tokens >= 0)
+        is_reported = jax.lax.broadcasted_iota(jnp.int32, self.top_ids.shape, 1) < self.num_top[:, None]
+        return SampleOutput(
+            tokens=jnp.where(possible, self.tokens, 0),
+            logprobs=jnp.where(possible, _logprobs(self.logits, self.stats), 0),
+            processed_logprobs=jnp.where(possible, self.processed_logprobs, 0),
+            top_ids=self.top_ids,
+            top_logprobs=jnp.where(is_reported, _logprobs(self.top_logits, self.stats), 0),
+            finite=finite,
+            possible=possible,
+        )
+
+
+def choose(
     logits: Array,
     rows: SamplingTable,
     history: History,
@@ -138,16 +171,16 @@ def sample(
     backend: Backend | None = None,
     modified: Array | None = None,
     masks: RowMasks | None = None,
-) -> SampleOutput:
-    """Sample one token per row.
+) -> ChosenTokens:
+    """Choose one token per row.
 
     Args:
         logits: f32[row, vocab] of the model, of this device's part of the vocabulary; -inf is allowed.
         rows: how to sample, over `row` (`SamplingTable.rows`).
         max_top: width of the output's `top_ids`.
         stats: of these logits, where they are known already.
-        vocab: of the logits; None: one device has all of it. Where it is sharded, every device gets the same sample,
-            and that of one device but for rounding: no device ever has a full row of logits.
+        vocab: of the logits; None: one device has all of it. Where it is sharded, every device chooses the same tokens,
+            and those of one device but for rounding: no device ever has a full row of logits.
         backend: whose kernels sample, if it has some; None: XLA's code does.
         modified: f32[row, vocab], the logits after a caller's `logits_mod`; None: there is none.
         masks: the tokens that may follow; None: no request is constrained.
@@ -160,7 +193,7 @@ def sample(
     peak, all_rows = stats.peak, _Rows.of(rows, history, vocab, modified, masks)
     column, _, changes, used, greedy = all_rows
     num_rows = jnp.max(jnp.where(used, jnp.arange(1, used.shape[0] + 1, dtype=jnp.int32), 0))
-    choose = functools.partial(_choose, vocab=vocab, kernels=kernels)
+    drawn_or_best = functools.partial(_drawn_or_best, vocab=vocab, kernels=kernels)
 
     def take_best():
         tokens = _possible(_best(logits, peak, stats, vocab), peak)
@@ -173,7 +206,7 @@ def sample(
             z_peak = vocab.shard_axis.max(jnp.max(z, axis=1))
         else:  # a kernel's peak passes over NaN; its sum does not
             z_peak = jnp.where(found.total > 0, found.peak, jnp.nan)
-        return choose(rows, z, z_peak, _best(z, z_peak, found, vocab), num_rows)
+        return drawn_or_best(rows, z, z_peak, _best(z, z_peak, found, vocab), num_rows)
 
     def process_block(numbers: Array):
         first, count = numbers[0], numbers.shape[0]
@@ -190,11 +223,11 @@ def sample(
             return jax.lax.cond(
                 jnp.any(changes.rows & used),
                 process,
-                lambda: choose(all_rows, logits, peak, _best(logits, peak, stats, vocab), num_rows),
+                lambda: drawn_or_best(all_rows, logits, peak, _best(logits, peak, stats, vocab), num_rows),
             )
 
     # Rows that want nothing else, the commonest, are spared the copy of the logits that processing works on: greedy
-    # ones, masked or not, and where a kernel draws, all whose logits stay as they are.
+    # ones, masked or not, and where a kernel draws whole rows, all whose logits stay as they are.
     if kernels is None or by_rows:
         process = choose_changed_or_not if by_rows else lambda: process_and_choose(all_rows, logits, num_rows)
         with jax.named_scope(scopes.PROCESSED):
@@ -203,96 +236,10 @@ def sample(
     else:
         chosen, processed = choose_changed_or_not()
     chosen = changes.chosen(chosen, as_read(logits), vocab)
-
-    def top(possible: Array) -> tuple[Array, Array]:
-        wanted = jnp.where(possible & used, column["num_logprobs"], 0)
-        return _top_logprobs(as_read(logits), stats, wanted, max_top, vocab, backend)
-
-    return _sampled(chosen, _logits_of(as_read(logits), chosen, vocab), processed, stats, top)
-
-
-def _sampled(
-    tokens: Array,
-    logits: Array,
-    processed_logprobs: Array,
-    stats: LogitStats,
-    top: Callable[[Array], tuple[Array, Array]],
-) -> SampleOutput:
-    """Args: tokens: i32[row], -1 for none; logits: f32[row], of the tokens; top: the likeliest tokens and their log
-    probabilities, of the rows, bool[row], that have a token."""
-    finite = stats.total > 0
-    possible = finite & (tokens >= 0)
-    top_ids, top_logprobs = top(possible)
-    return SampleOutput(
-        tokens=jnp.where(possible, tokens, 0),
-        logprobs=jnp.where(possible, _logprobs(logits, stats), 0),
-        processed_logprobs=jnp.where(possible, processed_logprobs, 0),
-        top_ids=top_ids,
-        top_logprobs=top_logprobs,
-        finite=finite,
-        possible=possible,
-    )
-
-
-class PlainRows(NamedTuple):
-    """The tokens of rows that take or draw them from the model's logits as they are, over `row`.
-
-    A backend that draws whole rows needs no copy of their logits.
-    """
-
-    are_plain: Array
-    """bool[row]; true for padding. What is below means nothing for the others."""
-    tokens: Array
-    """i32[row], -1 for none."""
-    logits: Array
-    """f32[row], of the tokens."""
-    processed_logprobs: Array
-    """f32[row], as in `SampleOutput`."""
-    num_top: Array
-    """i32[row], likeliest tokens that the row asks for."""
-    top_ids: Array
-    """i32[row, max_top], these tokens, best first; anything beyond."""
-    top_logits: Array
-    """f32[row, max_top], their logits."""
-    stats: LogitStats
-
-    @staticmethod
-    def of(
-        logits: Array,
-        rows: SamplingTable,
-        history: History,
-        stats: LogitStats,
-        num_rows: Array,
-        vocab: Vocabulary,
-        backend: Backend,
-        *,
-        max_top: int,
-        masks: RowMasks | None = None,
-    ) -> "PlainRows | None":
-        """Samples all plain rows at once; None where no kernel draws whole rows. Args: as of `sample`."""
-        kernels = _kernels_of(backend, logits, vocab)
-        if not isinstance(kernels, RowKernels) or stats.best is None:
-            return None
-        own = _Rows.of(rows, history, vocab, None, masks)
-        # The logarithm of min_p may be rounded as it is not among fewer rows.
-        other = own.changes.rows | own.changes.forced | (own.column["min_p"] > 0)
-        plain = own._replace(used=own.used & ~other)
-        num_top = jnp.where(plain.used, own.column["num_logprobs"], 0)
-        top = backend.likeliest(logits, num_top, max_top)
-        if top is None:
-            return None
-        tokens, processed = _choose(plain, logits, stats.peak, stats.best, num_rows, vocab=vocab, kernels=kernels)
-        of_tokens = _logits_of(logits, tokens, vocab)
-        return PlainRows(~other, tokens, of_tokens, processed, num_top, top[1], top[0], stats)
-
-    def sampled(self, vocab: Vocabulary) -> SampleOutput:
-        """The output of plain rows, with the bits of `sample`."""
-
-        def top(possible: Array) -> tuple[Array, Array]:
-            logprobs = _logprobs(self.top_logits, self.stats)
-            return _asked(self.top_ids, logprobs, jnp.where(possible, self.num_top, 0), vocab)
-
-        return _sampled(self.tokens, self.logits, self.processed_logprobs, self.stats, top)
+    num_top = jnp.where(used & (stats.total > 0) & (chosen >= 0), column["num_logprobs"], 0)
+    top_ids, top_logits = _top_logits(as_read(logits), stats, num_top, max_top, vocab, backend)
+    of_tokens = _logits_of(as_read(logits), chosen, vocab)
+    return ChosenTokens(chosen, of_tokens, processed, num_top, top_ids, top_logits, stats)
 
 
 class _Changes(NamedTuple):
@@ -375,9 +322,13 @@ class _Changes(NamedTuple):
         backend: Backend | None,
         num_rows: Array,
     ) -> Array:
-        """The changed logits. Args: as_read: as the kernels that draw take logits; backend: whose kernel masks the
+        """The changed logits. Args: as_read: as the kernels that draw take logits; backend: whose kernel changes the
         first `num_rows`, if it has one."""
         z = as_read(logits if self.modified is None else self.modified)
+        if backend is not None and vocab.shard_axis.mesh_axis is None:
+            found = backend.changed_logits(z, self._for_kernel(column, history, vocab), num_rows)
+            if found is not None:
+                return found
         with branching(False):  # a branch would copy the logits, which are still wanted as they were
             z = run_if(jnp.any(self.biased), lambda z: as_read(add_bias(z, column, vocab)), z)
             penalised, masks = self.penalised, self.masks
@@ -388,9 +339,25 @@ class _Changes(NamedTuple):
             z = as_read(run_if(jnp.any(self.banned), lambda z: as_read(_ban_stops(z, column, self.banned, vocab)), z))
             if masks is None:
                 return z
-            return as_read(
-                run_if(jnp.any(self._masked), lambda z: as_read(masks.apply(z, vocab, backend, num_rows)), z)
-            )
+            return as_read(run_if(jnp.any(self._masked), lambda z: as_read(masks.apply(z, vocab)), z))
+
+    def _for_kernel(self, column: dict[str, Array], history: History, vocab: Vocabulary) -> LogitChanges:
+        """The changes as `Backend.changed_logits` makes them."""
+        masks = self.masks
+        return LogitChanges(
+            column["bias_ids"],
+            column["bias_values"],
+            column["repetition_penalty"],
+            column["frequency_penalty"],
+            column["presence_penalty"],
+            history.tokens,
+            history.slot_ids,
+            history.prompt_lens,
+            jnp.where(self.penalised, history.seq_lens, 0),
+            _banned_ids(column, self.banned, vocab),
+            jnp.zeros((self.used.shape[0], 0), jnp.uint32) if masks is None else masks.words,
+            jnp.zeros_like(self.used) if masks is None else self._masked,
+        )
 
 
 class _Rows(NamedTuple):
@@ -424,7 +391,7 @@ class _Rows(NamedTuple):
         return part._replace(history=part.history._replace(tokens=tokens))
 
 
-def _choose(
+def _drawn_or_best(
     rows: _Rows,
     z: Array,
     peak: Array,
@@ -465,6 +432,11 @@ def _kernels_of(backend: Backend | None, logits: Array, vocab: Vocabulary) -> Sa
     return None if isinstance(kernels, RowKernels) and vocab.shard_axis.mesh_axis is not None else kernels
 
 
+def samples_whole_rows(backend: Backend, logits: Array, vocab: Vocabulary) -> bool:
+    """Whether kernels draw from whole rows of these logits, so that any number of rows may be sampled together."""
+    return isinstance(_kernels_of(backend, logits, vocab), RowKernels)
+
+
 def _vocab_of(logits: Array, vocab: Vocabulary | None) -> Vocabulary:
     return Vocabulary(logits.shape[1]) if vocab is None else vocab
 
@@ -491,12 +463,15 @@ def _logprobs(logits: Array, stats: LogitStats) -> Array:
 def likeliest(logits: Array, stats: LogitStats, count: int, vocab: Vocabulary | None = None) -> tuple[Array, Array]:
     """The `count` likeliest tokens of each row of logits f32[row, vocab], i32[row, count], best first, and their log
     probabilities under the model, f32[row, count], with the bits of `logprobs_of`."""
-    vocab = _vocab_of(logits, vocab)
-    if count == 1:
-        best = _best(logits, stats.peak, stats, vocab)
-        return best[:, None], -jnp.log(stats.total)[:, None]
-    values, ids = vocab.largest(logits, count)
+    values, ids = _largest(logits, stats, count, _vocab_of(logits, vocab))
     return ids, _logprobs(values, stats)
+
+
+def _largest(logits: Array, stats: LogitStats, count: int, vocab: Vocabulary) -> tuple[Array, Array]:
+    """The `count` largest logits of each row, f32[row, count], the largest first, and their tokens."""
+    if count == 1:
+        return stats.peak[:, None], _best(logits, stats.peak, stats, vocab)[:, None]
+    return vocab.largest(logits, count)
 
 
 def is_penalised(column: dict[str, Array]) -> Array:
@@ -572,8 +547,13 @@ def add_bias(logits: Array, column: dict[str, Array], vocab: Vocabulary) -> Arra
 
 def _ban_stops(logits: Array, column: dict[str, Array], banned: Array, vocab: Vocabulary) -> Array:
     """Make the one-token stop sequences of `banned` rows impossible."""
-    ids = vocab.local(jnp.where(banned[:, None], one_token_stops(column, vocab.size), vocab.size))
+    ids = vocab.local(_banned_ids(column, banned, vocab))
     return scatter(logits, (_row_ids(ids), ids), -jnp.inf)
+
+
+def _banned_ids(column: dict[str, Array], banned: Array, vocab: Vocabulary) -> Array:
+    """The one-token stop sequences of `banned` rows, i32[row, stop]; none is `vocab.size`."""
+    return jnp.where(banned[:, None], one_token_stops(column, vocab.size), vocab.size)
 
 
 def _best(logits: Array, peak: Array, stats: LogitStats | None, vocab: Vocabulary) -> Array:
@@ -597,7 +577,7 @@ def _draw_tokens(
 ):
     """Temperature, filters and the draw. Returns: tokens i32[row] and their log probabilities f32[row]."""
     inverse = jnp.where(greedy, 1, 1 / jnp.where(greedy, 1, column["temperature"]))
-    floor = jnp.maximum(jnp.minimum(jnp.log(column["min_p"]), 0), MIN_EXPONENT)
+    floor = jnp.maximum(column["log_min_p"], MIN_EXPONENT)
 
     def exponents(z):
         return (z - peak[:, None]) * inverse[:, None]
@@ -650,30 +630,21 @@ def _draw_tokens(
     return token, exponents(at(token[:, None]))[:, 0] - jnp.log(total)
 
 
-def _top_logprobs(
+def _top_logits(
     logits: Array, stats: LogitStats, wanted: Array, max_top: int, vocab: Vocabulary, backend: Backend | None
 ) -> tuple[Array, Array]:
-    """The `wanted` i32[row] likeliest tokens of each row and their log probabilities; none and 0 in further columns."""
-    nothing = _no_top_logprobs(logits.shape[0], max_top, vocab)
+    """The `wanted` i32[row] likeliest tokens of each row, i32[row, max_top], and their logits; none and anything in
+    further columns."""
+    rows = logits.shape[0]
+    nothing = jnp.full((rows, max_top), vocab.size, jnp.int32), jnp.zeros((rows, max_top), jnp.float32)
     if max_top == 0:
         return nothing
 
-    def best():
+    def likeliest() -> tuple[Array, Array]:
         is_sharded = vocab.shard_axis.mesh_axis is not None
         top = None if backend is None or is_sharded else backend.likeliest(logits, wanted, max_top)
-        if top is None:
-            return _asked(*likeliest(logits, stats, max_top, vocab), wanted, vocab)
-        return _asked(top[1], _logprobs(top[0], stats), wanted, vocab)
+        values, ids = _largest(logits, stats, max_top, vocab) if top is None else top
+        is_asked = jax.lax.broadcasted_iota(jnp.int32, ids.shape, 1) < wanted[:, None]
+        return jnp.where(is_asked, ids, vocab.size), values
 
-    return jax.lax.cond(jnp.any(wanted > 0), best, lambda: nothing)
-
-
-def _asked(ids: Array, logprobs: Array, wanted: Array, vocab: Vocabulary) -> tuple[Array, Array]:
-    """The first `wanted` i32[row] columns of both, and none and 0 in the others."""
-    is_asked = jax.lax.broadcasted_iota(jnp.int32, ids.shape, 1) < wanted[:, None]
-    return jnp.where(is_asked, ids, vocab.size), jnp.where(is_asked, logprobs, 0)
-
-
-def _no_top_logprobs(rows: int, max_top: int, vocab: Vocabulary) -> tuple[Array, Array]:
-    """`_top_logprobs` of rows that want none."""
-    return jnp.full((rows, max_top), vocab.size, jnp.int32), jnp.zeros((rows, max_top), jnp.float32)
+    return jax.lax.cond(jnp.any(wanted > 0), likeliest, lambda: nothing)

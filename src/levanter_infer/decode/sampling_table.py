@@ -10,6 +10,7 @@ from jaxtyping import Float32, Int32, UInt32
 
 from levanter_infer.cache.arrays import full, gather, gather_together, replace, scatter
 from levanter_infer.decode.shapes import SamplingLimits
+from levanter_infer.kernels import MIN_EXPONENT
 
 
 class SamplingTable(eqx.Module):
@@ -25,8 +26,8 @@ class SamplingTable(eqx.Module):
     """Tokens to choose from, the likeliest ones; 0 and anything from the vocabulary size up: all."""
     top_p: Float32[Array, " seq"]
     """In (0, 1]; 1: all."""
-    min_p: Float32[Array, " seq"]
-    """In [0, 1]; 0: all."""
+    log_min_p: Float32[Array, " seq"]
+    """At most 0; `MIN_EXPONENT` and below: all. A logarithm of the host's, because XLA may round one by its place."""
     frequency_penalty: Float32[Array, " seq"]
     presence_penalty: Float32[Array, " seq"]
     repetition_penalty: Float32[Array, " seq"]
@@ -94,7 +95,7 @@ _SCALAR_COLUMNS = (
     "temperature",
     "top_k",
     "top_p",
-    "min_p",
+    "log_min_p",
     "frequency_penalty",
     "presence_penalty",
     "repetition_penalty",
@@ -110,11 +111,12 @@ COLUMNS = (*_SCALAR_COLUMNS, "seed", "bias_ids", "bias_values", "stop_ids", "sto
 def _nothing(limits: SamplingLimits) -> dict[str, float | int]:
     """Values of the columns of a row without a sequence; a float means dtype f32."""
     zeros: dict[str, float | int] = {name: 0 for name in COLUMNS}
-    floats = ("temperature", "min_p", "frequency_penalty", "presence_penalty", "bias_values")
+    floats = ("temperature", "frequency_penalty", "presence_penalty", "bias_values")
     return {
         **zeros,
         **{name: 0.0 for name in floats},
         "top_p": 1.0,
+        "log_min_p": MIN_EXPONENT,
         "repetition_penalty": 1.0,
         "bias_ids": limits.vocab_size,
         "stop_ids": limits.vocab_size,

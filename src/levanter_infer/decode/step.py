@@ -28,11 +28,12 @@ from levanter_infer.decode.paging import fork_origins, fork_when_ready, free_pag
 from levanter_infer.decode.prefix import insert_prefix
 from levanter_infer.decode.routes import RouteTable
 from levanter_infer.decode.sampling import (
+    ChosenTokens,
     History,
     LogitStats,
-    PlainRows,
     SampleOutput,
-    sample,
+    choose,
+    samples_whole_rows,
     stop_match,
 )
 from levanter_infer.decode.sampling_beams import candidates, no_candidates
@@ -181,6 +182,21 @@ def sample_rows(
         prompt_lens = gather(table.prompt_lens, slots, 0)
         return History(positions=lens, tokens=table.tokens, slot_ids=slots, prompt_lens=prompt_lens, seq_lens=lens)
 
+    def chosen_of(
+        logits: Array, slots: Array, lens: Array, states: Array | None, stats: LogitStats | None, modified=None
+    ) -> ChosenTokens:
+        return choose(
+            logits,
+            state.sampling.rows(slots),
+            history_of(slots, lens),
+            max_top=shapes.limits.max_logprobs,
+            stats=stats,
+            vocab=model.vocab,
+            backend=model.backend,
+            modified=modified,
+            masks=masks_of(state.constraints, slots, states),
+        )
+
     def result_of(
         logits: Array, slots: Array, lens: Array, states: Array | None, stats: LogitStats | None
     ) -> SampleOutput:
@@ -189,17 +205,7 @@ def sample_rows(
         if logits_mod is not None:
             of_mod = (slots, table.tokens, history.prompt_lens, history.seq_lens)
             modified, memory, finite = logits_mod(logits, *of_mod, model.vocab)
-        sampled = sample(
-            logits,
-            asked,
-            history,
-            max_top=shapes.limits.max_logprobs,
-            stats=stats,
-            vocab=model.vocab,
-            backend=model.backend,
-            modified=modified,
-            masks=masks_of(state.constraints, slots, states),
-        )
+        sampled = chosen_of(logits, slots, lens, states, stats, modified).sampled()
         offered = candidates(state.beams, logits, asked, history, stats, model.vocab, max_beams=shapes.max_beams)
         return dataclasses.replace(sampled, finite=sampled.finite & finite, candidates=offered, memory=memory)
 
@@ -207,20 +213,8 @@ def sample_rows(
     rows = (logits, plan.slot_ids, lens, states, stats)
     if count is None:
         return result_of(*rows)
-    plain = None
-    if logits_mod is None and shapes.max_beams == 0 and stats is not None:
-        asked, masks = state.sampling.rows(plan.slot_ids), masks_of(state.constraints, plan.slot_ids, states)
-        plain = PlainRows.of(
-            logits,
-            asked,
-            history_of(plan.slot_ids, lens),
-            stats,
-            plan.num_rows,
-            model.vocab,
-            model.backend,
-            max_top=shapes.limits.max_logprobs,
-            masks=masks,
-        )
+    is_xla = logits_mod is not None or shapes.max_beams > 0 or stats is None
+    chosen = None if is_xla or not samples_whole_rows(model.backend, logits, model.vocab) else chosen_of(*rows)
 
     def body(carry):
         # A slice that would pass the end starts earlier, and some rows are sampled again, with the same result.
@@ -229,15 +223,8 @@ def sample_rows(
         def part(arrays):
             return jax.tree.map(lambda array: jax.lax.dynamic_slice_in_dim(array, first, count), arrays)
 
-        def result() -> SampleOutput:
-            return result_of(*part(rows))
-
-        if plain is None:
-            new = result()
-        else:  # plain rows need no slice of the logits, which would copy them
-            of_part = part(plain)
-            sampled_plainly = of_part.sampled(model.vocab)
-            new = run_if(~jnp.all(of_part.are_plain), lambda _: result(), sampled_plainly)
+        # Of more rows than a vector holds, XLA may round the logarithm in a log probability by the place of the row.
+        new = result_of(*part(rows)) if chosen is None else part(chosen).sampled()
         sampled = jax.tree.map(lambda rows, new: jax.lax.dynamic_update_slice_in_dim(rows, new, first, 0), sampled, new)
         return first + count, sampled
 

@@ -3,6 +3,7 @@
 The device's form of it is `decode.admission.Admission`; the runner makes one of the other.
 """
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ from levanter_infer.decode.codes import DEFAULT_ROOT, EARLY, NEVER, PATIENT
 from levanter_infer.decode.shapes import SamplingLimits, Shapes
 from levanter_infer.engine.params import SamplingParams, stop_sequences
 from levanter_infer.engine.request_state import SampleState
+from levanter_infer.kernels import MIN_EXPONENT
 
 _STOPPING: dict[bool | str, int] = {False: PATIENT, True: EARLY, "never": NEVER}
 
@@ -181,7 +183,7 @@ class SamplingColumns:
             "temperature": np.zeros(lead, np.float32),
             "top_k": np.zeros(lead, np.int32),
             "top_p": np.ones(lead, np.float32),
-            "min_p": np.zeros(lead, np.float32),
+            "log_min_p": np.full(lead, MIN_EXPONENT, np.float32),
             "frequency_penalty": np.zeros(lead, np.float32),
             "presence_penalty": np.zeros(lead, np.float32),
             "repetition_penalty": np.ones(lead, np.float32),
@@ -217,7 +219,8 @@ class SamplingColumns:
         """
         columns, vocab = self.columns, self.limits.vocab_size
         columns["temperature"][entry] = params.temperature if params.num_beams == 1 else 0
-        for name in ("min_p", "frequency_penalty", "presence_penalty", "repetition_penalty"):
+        columns["log_min_p"][entry] = math.log(params.min_p) if params.min_p > 0 else MIN_EXPONENT
+        for name in ("frequency_penalty", "presence_penalty", "repetition_penalty"):
             columns[name][entry] = getattr(params, name)
         # A value just below 1 may round to 1, which is off; one that rounds to 0 would keep nothing
         columns["top_p"][entry] = max(np.float32(params.top_p), np.finfo(np.float32).tiny)

@@ -159,10 +159,6 @@ class SamplingKernels(Protocol):
         ...
 
 
-MIN_EXPONENT = -80.0
-"""Tokens e^80 times less likely than the likeliest one have probability 0, which keeps weights out of the denormals."""
-
-
 class DrawRules(NamedTuple):
     """How each row is drawn. A logit weighs e^((logit - peak) * inverse)."""
 
@@ -189,6 +185,36 @@ class DrawKey(NamedTuple):
     """i32[row]"""
     position: Any
     """i32[row]"""
+
+
+class LogitChanges(NamedTuple):
+    """Changes of each row's logits before its token is chosen, in the order in which they are made: bias, penalties of
+    known tokens, tokens that are impossible, masks."""
+
+    bias_ids: Any
+    """i32[row, n]; ids from the vocabulary's size on are none."""
+    bias_values: Any
+    """f32[row, n]"""
+    repetition: Any
+    """f32[row]; logits above 0 are divided by it, others multiplied, if the token is in the prompt or the output."""
+    frequency: Any
+    """f32[row], taken off for each occurrence in the output."""
+    presence: Any
+    """f32[row], taken off if the token is in the output."""
+    tokens: Any
+    """i32[slot, position], the known tokens of all sequences."""
+    slot_ids: Any
+    """i32[row]"""
+    prompt_lens: Any
+    """i32[row]"""
+    seq_lens: Any
+    """i32[row], known tokens, prompt included; 0 in rows without penalties."""
+    banned_ids: Any
+    """i32[row, n], tokens that are impossible; ids from the vocabulary's size on are none."""
+    masks: Any
+    """u32[row, word], a bit for each token that is possible, as `structured.automaton.packed`; no words: no masks."""
+    masked: Any
+    """bool[row], the rows that have a mask."""
 
 
 @runtime_checkable
@@ -381,15 +407,14 @@ class Backend(ABC):
         largest), which is NaN where a logit is NaN or +inf, and 0 where all are -inf; and the first index of the
         largest. None: there is no kernel for it, and sampling computes them in XLA."""
 
-    def masked_logits(self, logits: Array, masks: Array, masked: Array, num_rows: Array) -> Array | None:
-        """Logits f32[row, vocab] with -inf for the tokens whose bit is zero in the masks u32[row, word] (as
-        `structured.automaton.packed`) of the rows `masked`, bool[row], among the first `num_rows`. None: there is no
-        kernel for it, and XLA computes it."""
+    def changed_logits(self, logits: Array, changes: LogitChanges, num_rows: Array) -> Array | None:
+        """Logits f32[row, vocab] with the changes of the first `num_rows` rows; others may be anything. None: there is
+        no kernel for it, and XLA computes it."""
         return None
 
     def masked_best(self, logits: Array, masks: Array, masked: Array, num_rows: Array) -> tuple[Array, Array] | None:
-        """The largest of the logits that `masked_logits` leaves each row, and the first index of it. NaN is passed
-        over. None: there is no kernel for it, and XLA computes it."""
+        """The largest logit that the mask of each row allows, and the first index of it. NaN is passed over. None:
+        there is no kernel for it, and XLA computes it. Args: as of `changed_logits`."""
         return None
 
     def likeliest(self, logits: Array, counts: Array, most: int) -> tuple[Array, Array] | None:

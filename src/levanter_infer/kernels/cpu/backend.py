@@ -17,7 +17,7 @@ from jax.core import Tracer
 from jax.experimental.multihost_utils import process_allgather
 
 from levanter_infer.kernels import MIN_ROWS
-from levanter_infer.kernels.backend import DrawKey, DrawRules, Fuse, Platform, RowKernels, Task, Work
+from levanter_infer.kernels.backend import DrawKey, DrawRules, Fuse, LogitChanges, Platform, RowKernels, Task, Work
 from levanter_infer.kernels.call import AttentionCall, GroupedCall, KvWrite, LinearCall
 from levanter_infer.kernels.cpu import bindings
 from levanter_infer.kernels.loops import one_by_one
@@ -143,8 +143,8 @@ class CpuBackend(XlaBackend):
     def logit_stats(self, logits: Array, num_rows: Array) -> tuple[Array, Array, Array] | None:
         return bindings.logit_stats(logits, num_rows, isa_name=self.isa)
 
-    def masked_logits(self, logits: Array, masks: Array, masked: Array, num_rows: Array) -> Array | None:
-        return bindings.masked_logits(logits, masks, masked, num_rows, isa_name=self.isa)
+    def changed_logits(self, logits: Array, changes: LogitChanges, num_rows: Array) -> Array | None:
+        return bindings.changed_logits(logits, changes, num_rows, isa_name=self.isa)
 
     def masked_best(self, logits: Array, masks: Array, masked: Array, num_rows: Array) -> tuple[Array, Array] | None:
         return bindings.masked_best(logits, masks, masked, num_rows, isa_name=self.isa)

@@ -27,7 +27,8 @@ import numpy as np
 from jax import Array
 from jax.core import Tracer
 
-from levanter_infer.kernels.backend import MIN_EXPONENT, DrawKey, DrawRules
+from levanter_infer.kernels import MIN_EXPONENT
+from levanter_infer.kernels.backend import DrawKey, DrawRules, LogitChanges
 from levanter_infer.kernels.call import AttentionCall, GroupedCall, KvWrite, LinearCall
 from levanter_infer.kernels.cpu import huge_pages, sources
 from levanter_infer.kernels.rules import LOG2_E
@@ -40,7 +41,7 @@ _CALLS = (
     "place_tokens",
     "attention",
     "logit_stats",
-    "masked_logits",
+    "changed_logits",
     "masked_best",
     "likeliest",
     "thresholds",
@@ -365,25 +366,24 @@ def logit_stats(logits: Array, num_rows: Array, *, isa_name: str | None = None) 
     return peak, total, best
 
 
-def masked_logits(logits: Array, masks: Array, masked: Array, num_rows: Array, *, isa_name: str | None = None) -> Array:
-    """Logits f32[row, vocab] with -inf where a row's mask has no bit for the token.
-
-    Args:
-        masks: u32[row, word]; bit b of word w is of token b * words + w, and words are a multiple of 128.
-        masked: bool[row], the rows that have a mask; the others stay as they are, as do those from `num_rows` on.
-        num_rows: i32[]
-    """
+def changed_logits(logits: Array, changes: LogitChanges, num_rows: Array, *, isa_name: str | None = None) -> Array:
+    """`Backend.changed_logits`. A row's bits do not depend on the others; rows from `num_rows` on are not written."""
     call = jax.ffi.ffi_call(
-        "levanter_infer_masked_logits", jax.ShapeDtypeStruct(logits.shape, jnp.float32), vmap_method="sequential"
+        "levanter_infer_changed_logits", jax.ShapeDtypeStruct(logits.shape, jnp.float32), vmap_method="sequential"
     )
-    return call(logits, num_rows.astype(jnp.int32), masks, masked.astype(jnp.int32), isa=isa_name or isa())
+    changes = changes._replace(masked=changes.masked.astype(jnp.int32))
+    return call(logits, num_rows.astype(jnp.int32), *changes, isa=isa_name or isa())
 
 
 def masked_best(
     logits: Array, masks: Array, masked: Array, num_rows: Array, *, isa_name: str | None = None
 ) -> tuple[Array, Array]:
-    """The largest logit that each row's mask allows, and the first token that has it. Args: as in `masked_logits`.
+    """The largest logit that each row's mask allows, and the first token that has it.
 
+    Args:
+        masks: u32[row, word]; bit b of word w is of token b * words + w, and words are a multiple of 128.
+        masked: bool[row], the rows that have a mask; the others are looked at as a whole.
+        num_rows: i32[]
     Returns: f32[row], -inf where the mask allows no other; i32[row]. NaN is passed over. Rows from `num_rows` on get 0
         and 0.
     """

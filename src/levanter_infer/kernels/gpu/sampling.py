@@ -15,7 +15,8 @@ import jax.numpy as jnp
 from jax import Array
 from jax.experimental import pallas as pl
 
-from levanter_infer.kernels.backend import MIN_EXPONENT, DrawKey, DrawRules
+from levanter_infer.kernels import MIN_EXPONENT
+from levanter_infer.kernels.backend import DrawKey, DrawRules
 from levanter_infer.kernels.gpu import plt
 
 _FAN = 16

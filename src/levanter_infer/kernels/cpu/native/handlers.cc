@@ -74,7 +74,7 @@ bool same_shape(ffi::Span<const int64_t> a, ffi::Span<const int64_t> b) {
   return std::equal(a.begin(), a.end(), b.begin(), b.end());
 }
 
-ffi::Error invalid(const char* message) { return ffi::Error::InvalidArgument(message); }
+ffi::Error invalid(std::string message) { return ffi::Error::InvalidArgument(std::move(message)); }
 
 // A norm's weights of one layer as floats; empty if there is no such layer, or they are not `size`.
 std::vector<float> norm_of(const ffi::ErrorOr<ffi::AnyBuffer>& weight, int64_t layer, int64_t size) {
@@ -294,49 +294,87 @@ ffi::Error logit_stats(ffi::ThreadPool threads, ffi::Buffer<ffi::F32> logits, ff
   return ffi::Error::Success();
 }
 
-// What is wrong with the arguments of `masked_logits` and `masked_best`; null: nothing.
-const char* wrong_masks(const ffi::Buffer<ffi::F32>& logits, const ffi::Buffer<ffi::U32>& masks,
-                        const ffi::Buffer<ffi::S32>& masked) {
-  if (logits.dimensions().size() != 2) return "masked logits: logits are not [rows, vocab]";
-  const int64_t rows = logits.dimensions()[0], vocab = logits.dimensions()[1];
-  if (masks.dimensions().size() != 2 || masks.dimensions()[0] != rows || masks.dimensions()[1] * 32 < vocab)
-    return "masked logits: masks are not [rows, words] with a bit for each token";
-  if (masks.dimensions()[1] % MASK_WORDS != 0) return "masked logits: masks have no multiple of 128 words";
-  if (masked.dimensions().size() != 1 || masked.dimensions()[0] != rows) return "masked logits: masked is not [rows]";
-  return nullptr;
+// Whether all of these buffers are [rows].
+template <class... Buffers>
+bool are_of_rows(int64_t rows, const Buffers&... buffers) {
+  return ((buffers.dimensions().size() == 1 && buffers.dimensions()[0] == rows) && ...);
 }
 
-// Arguments: logits f32[rows, vocab]; used i32[], rows in use; masks u32[rows, words]; masked i32[rows], not 0 in rows
-// that have a mask. Result: the logits, with -inf where a row in use has a mask without the token's bit.
-ffi::Error masked_logits(ffi::ThreadPool threads, ffi::Buffer<ffi::F32> logits, ffi::Buffer<ffi::S32> used,
-                         ffi::Buffer<ffi::U32> masks, ffi::Buffer<ffi::S32> masked, ffi::ResultBuffer<ffi::F32> results,
-                         std::string_view isa) {
-  if (const char* wrong = wrong_masks(logits, masks, masked)) return invalid(wrong);
-  const int64_t rows = logits.dimensions()[0], vocab = logits.dimensions()[1], words = masks.dimensions()[1];
-  if (results->element_count() != logits.element_count())
-    return invalid("masked_logits: results are not [rows, vocab]");
-  const int64_t counted = std::clamp<int64_t>(*used.typed_data(), 0, rows);
+// What is wrong with masks u32[rows, words] and masked i32[rows]; null: nothing.
+const char* wrong_masks(int64_t rows, int64_t vocab, const ffi::Buffer<ffi::U32>& masks,
+                        const ffi::Buffer<ffi::S32>& masked) {
+  if (masks.dimensions().size() != 2 || masks.dimensions()[0] != rows || masks.dimensions()[1] * 32 < vocab)
+    return "masks are not [rows, words] with a bit for each token";
+  if (masks.dimensions()[1] % MASK_WORDS != 0) return "masks have no multiple of 128 words";
+  return are_of_rows(rows, masked) ? nullptr : "masked is not [rows]";
+}
+
+bool is_matrix(int64_t rows, ffi::Span<const int64_t> shape) { return shape.size() == 2 && shape[0] == rows; }
+
+int32_t* zero_counts(int64_t vocab) {
+  static thread_local std::vector<int32_t> counts;
+  if (counts.size() < static_cast<size_t>(vocab)) counts.resize(vocab);
+  return counts.data();
+}
+
+// Arguments: logits f32[rows, vocab]; used i32[], rows in use; and the fields of `LogitChanges` of kernels/backend.py.
+// Result: the changed logits of rows in use; the others are not written.
+ffi::Error changed_logits(ffi::ThreadPool threads, ffi::Buffer<ffi::F32> logits, ffi::Buffer<ffi::S32> used,
+                          ffi::Buffer<ffi::S32> bias_ids, ffi::Buffer<ffi::F32> bias_values,
+                          ffi::Buffer<ffi::F32> repetition, ffi::Buffer<ffi::F32> frequency,
+                          ffi::Buffer<ffi::F32> presence, ffi::Buffer<ffi::S32> tokens, ffi::Buffer<ffi::S32> slot_ids,
+                          ffi::Buffer<ffi::S32> prompt_lens, ffi::Buffer<ffi::S32> seq_lens,
+                          ffi::Buffer<ffi::S32> banned_ids, ffi::Buffer<ffi::U32> masks, ffi::Buffer<ffi::S32> masked,
+                          ffi::ResultBuffer<ffi::F32> results, std::string_view isa) {
+  if (logits.dimensions().size() != 2 || !same_shape(logits.dimensions(), results->dimensions()))
+    return invalid("changed_logits: logits or results are not [rows, vocab]");
+  const int64_t rows = logits.dimensions()[0], vocab = logits.dimensions()[1];
+  if (!are_of_rows(rows, repetition, frequency, presence, slot_ids, prompt_lens, seq_lens))
+    return invalid("changed_logits: penalties, slots or lengths are not [rows]");
+  if (!is_matrix(rows, bias_ids.dimensions()) || !same_shape(bias_ids.dimensions(), bias_values.dimensions()) ||
+      !is_matrix(rows, banned_ids.dimensions()) || tokens.dimensions().size() != 2)
+    return invalid("changed_logits: bias and banned ids are not [rows, n], or tokens not [slots, positions]");
+  const int64_t words = is_matrix(rows, masks.dimensions()) ? masks.dimensions()[1] : -1;
+  if (const char* wrong = words == 0 ? nullptr : wrong_masks(rows, vocab, masks, masked))
+    return invalid(std::string("changed_logits: ") + wrong);
+  const int64_t slots = tokens.dimensions()[0], positions = tokens.dimensions()[1];
+  const int64_t biases = bias_ids.dimensions()[1], bans = banned_ids.dimensions()[1];
   const Kernels& kernels = kernels_for(isa);
-  Workers::shared().run(threads.num_threads(), rows, [&](int64_t row) {
-    const float* from = logits.typed_data() + row * vocab;
-    float* to = results->typed_data() + row * vocab;
-    if (row < counted && masked.typed_data()[row] != 0)
-      kernels.mask_row(from, masks.typed_data() + row * words, words, vocab, to);
-    else
-      std::copy(from, from + vocab, to);
+  Workers::shared().run(threads.num_threads(), std::clamp<int64_t>(*used.typed_data(), 0, rows), [&](int64_t row) {
+    const int64_t slot = slot_ids.typed_data()[row];
+    const bool is_known = slot >= 0 && slot < slots;
+    const LogitChange change{
+        bias_ids.typed_data() + row * biases,
+        bias_values.typed_data() + row * biases,
+        biases,
+        repetition.typed_data()[row],
+        frequency.typed_data()[row],
+        presence.typed_data()[row],
+        tokens.typed_data() + (is_known ? slot * positions : 0),
+        prompt_lens.typed_data()[row],
+        is_known ? std::min<int64_t>(seq_lens.typed_data()[row], positions) : 0,
+        banned_ids.typed_data() + row * bans,
+        bans,
+        words > 0 && masked.typed_data()[row] != 0 ? masks.typed_data() + row * words : nullptr,
+        words,
+    };
+    kernels.change_row(logits.typed_data() + row * vocab, vocab, change, zero_counts(vocab),
+                       results->typed_data() + row * vocab);
   });
   return ffi::Error::Success();
 }
 
-// Arguments as in `masked_logits`. Results, [rows]: the largest logit that a row's mask allows, and its first index; of
-// the whole row without a mask; 0 and 0 for rows that are not in use.
+// Arguments: logits f32[rows, vocab]; used i32[], rows in use; masks u32[rows, words]; masked i32[rows], not 0 in rows
+// that have a mask. Results, [rows]: the largest logit that a row's mask allows, and its first index; of the whole row
+// without a mask; 0 and 0 for rows that are not in use.
 ffi::Error masked_best(ffi::ThreadPool threads, ffi::Buffer<ffi::F32> logits, ffi::Buffer<ffi::S32> used,
                        ffi::Buffer<ffi::U32> masks, ffi::Buffer<ffi::S32> masked, ffi::ResultBuffer<ffi::F32> peaks,
                        ffi::ResultBuffer<ffi::S32> best, std::string_view isa) {
-  if (const char* wrong = wrong_masks(logits, masks, masked)) return invalid(wrong);
-  const int64_t rows = logits.dimensions()[0], vocab = logits.dimensions()[1], words = masks.dimensions()[1];
-  for (const auto shape : {peaks->dimensions(), best->dimensions()})
-    if (shape.size() != 1 || shape[0] != rows) return invalid("masked_best: results are not [rows]");
+  if (logits.dimensions().size() != 2) return invalid("masked_best: logits are not [rows, vocab]");
+  const int64_t rows = logits.dimensions()[0], vocab = logits.dimensions()[1];
+  if (const char* wrong = wrong_masks(rows, vocab, masks, masked)) return invalid(std::string("masked_best: ") + wrong);
+  if (!are_of_rows(rows, *peaks, *best)) return invalid("masked_best: results are not [rows]");
+  const int64_t words = masks.dimensions()[1];
   const int64_t counted = std::clamp<int64_t>(*used.typed_data(), 0, rows);
   const Kernels& kernels = kernels_for(isa);
   const std::vector<uint32_t> all(words, ~0u);
@@ -349,12 +387,6 @@ ffi::Error masked_best(ffi::ThreadPool threads, ffi::Buffer<ffi::F32> logits, ff
   std::fill(peak + counted, peak + rows, 0.0f);
   std::fill(index + counted, index + rows, 0);
   return ffi::Error::Success();
-}
-
-// Whether all of these buffers are [rows].
-template <class... Buffers>
-bool are_of_rows(int64_t rows, const Buffers&... buffers) {
-  return ((buffers.dimensions().size() == 1 && buffers.dimensions()[0] == rows) && ...);
 }
 
 float* sampling_scratch(int64_t vocab) {
@@ -580,10 +612,20 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(levanter_infer_logit_stats, levanter_infer::logit_
                                   .Ret<ffi::Buffer<ffi::S32>>()
                                   .Attr<std::string_view>("isa"));
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(levanter_infer_masked_logits, levanter_infer::masked_logits,
+XLA_FFI_DEFINE_HANDLER_SYMBOL(levanter_infer_changed_logits, levanter_infer::changed_logits,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()
                                   .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
                                   .Arg<ffi::Buffer<ffi::S32>>()
                                   .Arg<ffi::Buffer<ffi::U32>>()
                                   .Arg<ffi::Buffer<ffi::S32>>()

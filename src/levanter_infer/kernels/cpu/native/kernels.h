@@ -130,6 +130,20 @@ inline Block block_of_row(int64_t num_rows, int64_t row, int64_t most) {
   return block_at(num_rows, row < in_larger ? row / (size + 1) : larger + (row - in_larger) / size, most);
 }
 
+// Changes of a row's logits (`LogitChanges` of kernels/backend.py). Ids outside of the vocabulary are none.
+struct LogitChange {
+  const int32_t* bias_ids;
+  const float* bias_values;
+  int64_t biases;
+  float repetition, frequency, presence;
+  const int32_t* tokens;  // the sequence's, of which `known` are read and the first `prompt` are the prompt's
+  int64_t prompt, known;
+  const int32_t* banned;
+  int64_t bans;
+  const uint32_t* mask;  // null: none
+  int64_t words;
+};
+
 // Of the scratch of what samples from a row of `size` logits, which copies the row, its weights, and less than either.
 inline int64_t sampling_floats(int64_t size) { return 3 * (size + 64); }
 
@@ -154,7 +168,8 @@ struct Kernels {
   void (*place_f32)(const PlaceArgs&, int64_t token, float* scratch);
   void (*place_bf16)(const PlaceArgs&, int64_t token, float* scratch);
   void (*row_stats)(const float* logits, int64_t size, float* peak, float* total, int32_t* best);
-  void (*mask_row)(const float* logits, const uint32_t* mask, int64_t words, int64_t size, float* to);
+  // `counts` has an entry for each token, and zeros before and after.
+  void (*change_row)(const float* logits, int64_t size, const LogitChange& change, int32_t* counts, float* to);
   void (*masked_best)(const float* logits, const uint32_t* mask, int64_t words, int64_t size, float* peak,
                       int32_t* best);
   // The scratch of these three is `sampling_floats(size)` floats.
