@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from levanter_infer.decode import sampling_draw
-from levanter_infer.kernels.backend import DrawKey, DrawRules, LogitChanges, RowKernels
+from levanter_infer.kernels.backend import DrawKey, DrawRules, RowKernels
 from levanter_infer.kernels.cpu import bindings
 from levanter_infer.kernels.cpu.backend import CpuBackend, CpuSampling
-from levanter_infer.structured.automaton import packed
+from tests.kernels.logit_changes import changed_by_numpy, changes_of
 from tests.kernels.test_cpu import built, each_isa
 from tests.kernels.test_sampling_gpu import drawn_by_xla, rules_of
 from tests.kernels.test_sampling_tpu import (
@@ -120,50 +120,6 @@ def test_the_likeliest_are_the_first_of_a_stable_sort(isa, vocab):
         np.testing.assert_array_equal(tokens[row, :count], order)
         np.testing.assert_array_equal(values[row, :count], logits[row][order])
         assert not tokens[row, count:].any() and not values[row, count:].any()
-
-
-def changes_of(vocab: int) -> tuple[np.ndarray, LogitChanges, np.ndarray]:
-    """Logits of seven rows, their changes, and the tokens that the masks allow. The slot of the fourth row is absent,
-    and the fifth has no penalties."""
-    rng, rows = np.random.default_rng(vocab), 7
-    allowed = rng.random((rows, vocab)) < 0.5
-    allowed[1] = np.arange(vocab) == vocab - 1
-    logits = rng.normal(size=(rows, vocab)).astype(np.float32)
-    logits[2, 0], logits[3, -1], logits[5, 0] = np.nan, np.inf, -np.inf
-    bias_ids = np.stack([rng.permutation(vocab + 3)[: min(4, vocab)] for _ in range(rows)])
-    changes = LogitChanges(
-        bias_ids=bias_ids.astype(np.int32),
-        bias_values=rng.normal(size=bias_ids.shape).astype(np.float32),
-        repetition=np.array([1.3, 1, 0.8, 1.1, 1.2, 2, 1], np.float32),
-        frequency=np.array([0.2, 0.5, 0, 0.1, 0.3, -0.4, 0], np.float32),
-        presence=np.array([0, 0.7, -0.3, 0.1, 0.3, 0, 0.6], np.float32),
-        tokens=rng.integers(-1, vocab + 2, size=(9, 50)).astype(np.int32),
-        slot_ids=np.array([3, 8, 0, 9, 1, 2, 7], np.int32),
-        prompt_lens=np.array([20, 0, 50, 4, 9, 3, 12], np.int32),
-        seq_lens=np.array([50, 30, 50, 40, 0, 17, 13], np.int32),
-        banned_ids=rng.integers(0, 2 * vocab, size=(rows, 3)).astype(np.int32),
-        masks=packed(allowed),
-        masked=np.array([1, 1, 1, 0, 1, 1, 0], bool),
-    )
-    return logits, changes, allowed
-
-
-def changed_by_numpy(logits: np.ndarray, changes: LogitChanges, allowed: np.ndarray) -> np.ndarray:
-    z, vocab = logits.astype(np.float64), logits.shape[1]
-    for row, own in enumerate(z):
-        for token, value in zip(changes.bias_ids[row], changes.bias_values[row], strict=True):
-            own[token : token + 1] += value
-        slot, known, prompt = changes.slot_ids[row], changes.seq_lens[row], changes.prompt_lens[row]
-        history = list(changes.tokens[slot, :known]) if slot < len(changes.tokens) else []
-        for token in {token for token in history if 0 <= token < vocab}:
-            factor = 1 / changes.repetition[row] if own[token] > 0 else changes.repetition[row]
-            own[token] *= factor
-            generated = history[prompt:].count(token)
-            own[token] -= changes.frequency[row] * generated + changes.presence[row] * (generated > 0)
-        own[[token for token in changes.banned_ids[row] if token < vocab]] = -np.inf
-        if changes.masked[row]:
-            own[~allowed[row]] = -np.inf
-    return z
 
 
 @each_isa

@@ -13,13 +13,15 @@ from levanter_infer.axes import MODEL
 from levanter_infer.decode import sampling_draw
 from levanter_infer.decode.sampling import History, LogitStats, choose
 from levanter_infer.engine.params import SamplingParams
-from levanter_infer.kernels.backend import DrawKey, DrawRules, RowKernels
+from levanter_infer.kernels.backend import DrawKey, DrawRules, LogitChanges, RowKernels
+from levanter_infer.kernels.gpu import logit_changes
 from levanter_infer.kernels.gpu import sampling as kernels
 from levanter_infer.kernels.registry import make_backend
 from levanter_infer.layers.shard_axis import REPLICATED, ShardAxis, Vocabulary
 from levanter_infer.runtime import gpu_compiler
 from tests.decode.sampling_oracle import table_of
 from tests.jaxprs import equations
+from tests.kernels.logit_changes import changed_by_numpy, changes_of
 from tests.kernels.ragged import lowering_for_gpu
 from tests.kernels.test_sampling_tpu import (
     CASES,
@@ -44,9 +46,9 @@ FEW = dict(_PARTS=2, _LANES=8, _DEPTH=2, _SEARCH_CHUNK=512)
 """Sizes of the kernels with 32 candidates for a row, in place of 4,096."""
 
 
-def set_sizes(monkeypatch, sizes: dict[str, int]) -> None:
+def set_sizes(monkeypatch, sizes: dict[str, int], module=kernels) -> None:
     for name, size in sizes.items():
-        monkeypatch.setattr(kernels, name, size)
+        monkeypatch.setattr(module, name, size)
 
 
 def rules_of(terms: np.ndarray, top_k=None, top_p=None, draws=None) -> DrawRules:
@@ -216,6 +218,21 @@ def test_rows_that_are_searched_and_rows_that_are_not_do_not_meet():
             assert getattr(alone, name)[0] == getattr(together, name)[row], name
 
 
+@pytest.mark.parametrize("vocab", [1, 7, 1000, 5003])
+def test_logits_change_by_bias_penalties_bans_and_masks(vocab, monkeypatch):
+    """With tokens in several chunks and tiles, and without masks, bias or impossible tokens."""
+    set_sizes(monkeypatch, dict(_CHUNK=16, _TILE=512), logit_changes)
+    logits, changes, allowed = changes_of(vocab)
+    rows = len(logits)
+    call = jax.jit(functools.partial(logit_changes.changed_logits, interpret=INTERPRET))
+    found = np.asarray(call(jnp.asarray(logits), changes, jnp.int32(6)))
+    np.testing.assert_allclose(found[:6], changed_by_numpy(logits, changes, allowed)[:6], rtol=1e-6, atol=1e-6)
+    ids, values = np.zeros((rows, 0), np.int32), np.zeros((rows, 0), np.float32)
+    fewer = changes._replace(bias_ids=ids, bias_values=values, banned_ids=ids, masked=np.zeros(rows, bool))
+    found = call(jnp.asarray(logits), fewer._replace(masks=np.zeros((rows, 0), np.uint32)), jnp.int32(rows))
+    np.testing.assert_allclose(found, changed_by_numpy(logits, fewer, allowed), rtol=1e-6, atol=1e-6)
+
+
 def lowered(rows: int, vocab: int, device=None):
     """The kernels for so many rows, lowered for a GPU, or for a device that is described."""
     sharding = None if device is None else jax.sharding.SingleDeviceSharding(device)
@@ -224,18 +241,26 @@ def lowered(rows: int, vocab: int, device=None):
     def array(shape: tuple[int, ...], dtype):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
-    def sampled(z, rules, key):
+    def sampled(z, changes, num_rows, rules, key):
+        z = logit_changes.changed_logits(z, changes, num_rows)
         return sampling_draw.draw_rows(own, z, rules, own.thresholds(z, rules), key)
 
+    _, changes, _ = changes_of(vocab)
+
+    def of_rows(name: str, column):
+        return array((64, 9000) if name == "tokens" else (rows, *column.shape[1:]), column.dtype)
+
+    changes = LogitChanges(**{name: of_rows(name, column) for name, column in changes._asdict().items()})
     rules = DrawRules(*(array((rows,), dtype) for dtype in (f32, f32, f32, i32, f32, i32)))
     key = DrawKey(array((rows, 2), jnp.uint32), array((rows,), i32), array((rows,), i32))
     with lowering_for_gpu():
-        return jax.jit(sampled).trace(array((rows, vocab), f32), rules, key).lower(lowering_platforms=("cuda",))
+        given = array((rows, vocab), f32), changes, array((), i32), rules, key
+        return jax.jit(sampled).trace(*given).lower(lowering_platforms=("cuda",))
 
 
 @pytest.mark.parametrize("vocab", [32_000, 262_144])
 def test_kernels_lower_for_a_gpu(vocab):
-    assert lowered(8, vocab).as_text().count("__gpu$xla.gpu.triton") == 4
+    assert lowered(8, vocab).as_text().count("__gpu$xla.gpu.triton") == 7
 
 
 COMPILE = """
@@ -254,10 +279,10 @@ for rows in (1, 8, 64, 256):
 @pytest.mark.slow
 @pytest.mark.skipif(gpu_compiler.why_missing() is not None, reason=f"needs {gpu_compiler.NEEDS}")
 def test_kernels_compile_for_an_h100():
-    """With little beside the logits: two levels of sums, and the candidates."""
+    """With little beside the logits: changed ones, counts of tokens, two levels of sums, and the candidates."""
     done = subprocess.run(
         [sys.executable, "-c", COMPILE], env=gpu_compiler.compiler_environment(), capture_output=True, text=True
     )
     sizes = [int(line) for line in done.stdout.split()]
     assert len(sizes) == 16, done.stderr[-2000:]
-    assert max(sizes) < 256 * (4 * (262_144 // 8) + 32 * 1024)
+    assert max(sizes) < 256 * (4 * (2 * 262_144 + 262_144 // 8) + 32 * 1024)

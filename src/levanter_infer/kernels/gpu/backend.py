@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from levanter_infer.kernels.backend import Fuse, Platform, Task, Work
+from levanter_infer.kernels.backend import Fuse, LogitChanges, Platform, Task, Work
 from levanter_infer.kernels.call import AttentionCall, GroupedCall, IndexQueries, KvWrite, LinearCall
-from levanter_infer.kernels.gpu import attention, linear, plt, sampling
+from levanter_infer.kernels.gpu import attention, linear, logit_changes, plt, sampling
 from levanter_infer.kernels.gpu.kv_write import rotate_and_write
 from levanter_infer.kernels.gpu.logits import logit_stats
 from levanter_infer.kernels.rules import ScoreRules
@@ -108,6 +108,9 @@ class GpuBackend(XlaBackend):
 
     def logit_stats(self, logits: Array, num_rows: Array) -> tuple[Array, Array, Array] | None:
         return logit_stats(logits, interpret=self.interpret)
+
+    def changed_logits(self, logits: Array, changes: LogitChanges, num_rows: Array) -> Array | None:
+        return logit_changes.changed_logits(logits, changes, num_rows, interpret=self.interpret)
 
     def sampling_kernels(self, logits: Array) -> sampling.GpuSampling | None:
         return sampling.GpuSampling(self.interpret) if sampling.supports(logits) else None
