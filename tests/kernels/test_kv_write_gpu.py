@@ -9,6 +9,7 @@ import pytest
 
 from levanter_infer.kernels.call import KvWrite, Rotation
 from levanter_infer.kernels.gpu.kv_write import rotate_and_write
+from levanter_infer.kernels.registry import make_backend
 from tests.tiers import nightly_but
 
 LAYERS, LAYER, NORM_LAYER, PAGES, PAGE_SIZE = 3, 1, 2, 5, 4
@@ -78,3 +79,17 @@ def test_rotation_and_write_equal_numpy(q_heads, kv_heads, head_dim, dtype, has_
     tolerance = {"float32": 1e-5, "bfloat16": 2e-2, "float16": 3e-3}[dtype]
     np.testing.assert_allclose(np.asarray(found_q, np.float64), q, atol=tolerance, rtol=tolerance)
     np.testing.assert_allclose(np.asarray(found, np.float64), pool, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "float8_e4m3fn"])
+@pytest.mark.parametrize("page", [(4, 6, 16), (3, 2, 7), (16, 16, 128)], ids=str)
+def test_pages_are_copied_in_all_layers(dtype, page):
+    """Of any number of numbers, with pairs of none."""
+    pool = jnp.asarray(np.random.default_rng(3).integers(0, 256, (LAYERS, 9, *page), np.uint8)).astype(dtype)
+    source, target = jnp.asarray([5, 9, 0, 2, 5], jnp.int32), jnp.asarray([1, 9, 8, 12, 3], jnp.int32)
+    on_gpu = make_backend("gpu_interpret" if jax.default_backend() != "gpu" else "gpu")
+    wanted = np.asarray(pool).copy()
+    wanted[:, [1, 8, 3]] = wanted[:, [5, 0, 5]]
+    for backend in (on_gpu, make_backend("xla")):
+        found = jax.jit(backend.copy_pages)(pool, source, target)
+        assert found.dtype == pool.dtype and np.asarray(found).tobytes() == wanted.tobytes()

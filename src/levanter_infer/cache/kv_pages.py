@@ -128,12 +128,7 @@ class KvPages(Pool):
 
     def copy(self, source: Array, target: Array) -> "KvPages":
         """Copy whole pages, in all layers: `source[i]` to `target[i]`, i32[n]; pairs of none are ignored."""
-
-        def copy_layer(layer, pages):
-            return pages.at[layer, target].set(pages.at[layer, source].get(mode="clip"), mode="drop")
-
-        # All layers at once would need memory for everything that is copied.
-        return replace(self, pages=jax.lax.fori_loop(0, self.num_layers, copy_layer, self.pages.array))
+        return replace(self, pages=self.backend.copy_pages(self.pages.array, source, target))
 
     def values_at(self, pages: Array, offsets: Array, rank: int = 0) -> Array:
         """Keys and values of stored tokens, all layers, f32[layers, n, 2 * kv_heads, head_size], heads interleaved; of

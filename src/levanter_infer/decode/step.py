@@ -44,7 +44,7 @@ from levanter_infer.decode.snapshots import keep_states, restore_states, store_s
 from levanter_infer.decode.speculation import reached
 from levanter_infer.decode.state import Counters, DecodeState, GenState
 from levanter_infer.kernels import scopes
-from levanter_infer.kernels.loops import in_parts, run_bucket, run_if
+from levanter_infer.kernels.loops import in_parts, run_bucket, run_if, turn_size
 from levanter_infer.kernels.xla.backend import XLA
 from levanter_infer.layers.attention import AttentionSpec
 
@@ -60,7 +60,7 @@ class StateMoves(NamedTuple):
 
 
 _COPIED = 16
-"""Pages that are copied on write at once: some forks write in a step, seldom all sequences."""
+"""Pages that are copied on write at once, where turns cost little: some forks write in a step, seldom all sequences."""
 
 
 def step(model, state: GenState, ring: OutputRing, shapes: Shapes, attention: AttentionSpec):
@@ -117,7 +117,7 @@ def copy_on_write(state: GenState, source: Array, target: Array, shapes: Shapes)
     def copied(pools: tuple[Cache, ScorePages | None]):
         pairs = jnp.stack(_compact(source, target, shapes), axis=1)
         count = jnp.sum(target < shapes.num_pages, dtype=jnp.int32)
-        return in_parts(copy_part, pools, pairs, count, shapes.num_pages, _COPIED)
+        return in_parts(copy_part, pools, pairs, count, shapes.num_pages, turn_size(_COPIED, pairs.shape[0]))
 
     copies = jnp.any(target < shapes.num_pages)
     return run_if(copies, copied, (state.cache, state.scores))

@@ -473,6 +473,13 @@ class Backend(ABC):
         """
 
     @abstractmethod
+    def copy_pages(self, pool: Array, source: Array, target: Array) -> Array:
+        """The pool with the pages `source` copied to `target`, i32[n] each, in all layers; absent targets are ignored.
+
+        Requires: no page is a target twice, or both source and target.
+        """
+
+    @abstractmethod
     def choose_keys(self, call: AttentionCall, queries: IndexQueries) -> Array:
         """The keys that an indexer chooses for each token, as `AttentionCall.chosen` takes them; what padding tokens
         choose means nothing. As a rule i32[T, n] with n = `num_chosen`, or all positions that pages hold if those are

@@ -13,6 +13,7 @@ from levanter_infer.kernels.call import AttentionCall, GroupedCall, IndexQueries
 from levanter_infer.kernels.gpu import attention, linear, logit_changes, plt, sampling
 from levanter_infer.kernels.gpu.kv_write import rotate_and_write
 from levanter_infer.kernels.gpu.logits import logit_stats
+from levanter_infer.kernels.gpu.page_copies import copy_pages
 from levanter_infer.kernels.rules import ScoreRules
 from levanter_infer.kernels.xla.backend import XlaBackend
 from levanter_infer.kernels.xla.index import SCORES_TOGETHER, Turns, xla_choose_keys
@@ -123,6 +124,9 @@ class GpuBackend(XlaBackend):
         if write.rotation is None:
             return super().write_kv(pool, write)
         return rotate_and_write(pool, write, interpret=self.interpret)
+
+    def copy_pages(self, pool: Array, source: Array, target: Array) -> Array:
+        return copy_pages(pool, source, target, interpret=self.interpret)
 
     def _choose_keys(self, call: AttentionCall, queries: IndexQueries) -> Array:
         return xla_choose_keys(call, queries, _INDEX_TURNS)

@@ -151,6 +151,13 @@ class XlaBackend(Backend):
     def read_kv(self, pool: Array, shape: PoolShape, pages: Array, offsets: Array) -> Array:
         return decode_bits(pool.at[:, pages, offsets].get(mode="clip"), shape.dtype)
 
+    def copy_pages(self, pool: Array, source: Array, target: Array) -> Array:
+        def copy_layer(layer: Array, pool: Array) -> Array:
+            return pool.at[layer, target].set(pool.at[layer, source].get(mode="clip"), mode="drop")
+
+        # All layers at once would need memory for everything that is copied.
+        return jax.lax.fori_loop(0, pool.shape[0], copy_layer, pool)
+
     def choose_keys(self, call: AttentionCall, queries: IndexQueries) -> Array:
         call = checked(call)
         check_pool(call)
