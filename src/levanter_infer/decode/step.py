@@ -213,8 +213,9 @@ def sample_rows(
     rows = (logits, plan.slot_ids, lens, states, stats)
     if count is None:
         return result_of(*rows)
-    is_xla = logits_mod is not None or shapes.max_beams > 0 or stats is None
-    chosen = None if is_xla or not samples_whole_rows(model.backend, logits, model.vocab) else chosen_of(*rows)
+    needs_copies = logits_mod is not None or shapes.max_beams > 0  # in XLA, which are of few rows at a time
+    at_once = not needs_copies and stats is not None and samples_whole_rows(model.backend, logits, model.vocab)
+    chosen = chosen_of(*rows) if at_once else None
 
     def body(carry):
         # A slice that would pass the end starts earlier, and some rows are sampled again, with the same result.
