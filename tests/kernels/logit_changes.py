@@ -28,6 +28,7 @@ def changes_of(vocab: int) -> tuple[np.ndarray, LogitChanges, np.ndarray]:
         banned_ids=rng.integers(0, 2 * vocab, size=(rows, 3)).astype(np.int32),
         masks=packed(allowed),
         masked=np.array([1, 1, 1, 0, 1, 1, 0], bool),
+        changed=np.ones(rows, bool),
     )
     return logits, changes, allowed
 

@@ -227,6 +227,9 @@ def test_logits_change_by_bias_penalties_bans_and_masks(vocab, monkeypatch):
     call = jax.jit(functools.partial(logit_changes.changed_logits, interpret=INTERPRET))
     found = np.asarray(call(jnp.asarray(logits), changes, jnp.int32(6)))
     np.testing.assert_allclose(found[:6], changed_by_numpy(logits, changes, allowed)[:6], rtol=1e-6, atol=1e-6)
+    some = np.arange(rows) % 3 == 1
+    few = np.asarray(call(jnp.asarray(logits), changes._replace(changed=some), jnp.int32(6)))
+    assert few[[1, 4]].tobytes() == found[[1, 4]].tobytes()
     ids, values = np.zeros((rows, 0), np.int32), np.zeros((rows, 0), np.float32)
     fewer = changes._replace(bias_ids=ids, bias_values=values, banned_ids=ids, masked=np.zeros(rows, bool))
     found = call(jnp.asarray(logits), fewer._replace(masks=np.zeros((rows, 0), np.uint32)), jnp.int32(rows))

@@ -214,16 +214,19 @@ def choose(
         return process_and_choose(all_rows.part(first, count), part, jnp.clip(num_rows - first, 0, count))
 
     def choose_changed_or_not():
+        changed, best = changes.rows & used, _best(logits, peak, stats, vocab)
+
         def process():
-            if by_rows:
-                return process_and_choose(all_rows, logits, num_rows)
-            return tuple(in_blocks(process_block, num_rows, used.shape[0], _CHANGED_ROWS))
+            if not by_rows:
+                return tuple(in_blocks(process_block, num_rows, used.shape[0], _CHANGED_ROWS))
+            # Rows without changes are not copied: each call skips the rows that it is not for.
+            own = process_and_choose(all_rows._replace(used=changed), logits, num_rows)
+            others = drawn_or_best(all_rows._replace(used=used & ~changed), logits, peak, best, num_rows)
+            return tuple(jnp.where(changed, *each) for each in zip(own, others, strict=True))
 
         with jax.named_scope(scopes.CHANGED):
             return jax.lax.cond(
-                jnp.any(changes.rows & used),
-                process,
-                lambda: drawn_or_best(all_rows, logits, peak, _best(logits, peak, stats, vocab), num_rows),
+                jnp.any(changed), process, lambda: drawn_or_best(all_rows, logits, peak, best, num_rows)
             )
 
     # Rows that want nothing else, the commonest, are spared the copy of the logits that processing works on: greedy
@@ -357,6 +360,7 @@ class _Changes(NamedTuple):
             _banned_ids(column, self.banned, vocab),
             jnp.zeros((self.used.shape[0], 0), jnp.uint32) if masks is None else masks.words,
             jnp.zeros_like(self.used) if masks is None else self._masked,
+            self.rows & self.used,
         )
 
 

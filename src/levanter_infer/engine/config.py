@@ -119,14 +119,14 @@ class EngineConfig:
     not provide that (docs/numerics.md)."""
     num_speculative_tokens: int = 0
     """Speculative decoding by prompt lookup: draft tokens of a sequence in one step, at most. 0: off. Where the last
-    tokens of a sequence have occurred in it before, as many of the tokens behind them are computed in the same step,
-    and accepted as far as they are what is sampled. It shortens the time of few sequences that copy from their
+    n-gram of a sequence has occurred in it before, the tokens that followed it there are verified as a draft in the
+    same step, and those that equal the sampled tokens are accepted. It helps small batches that copy from their
     prompts. Drafts take rows that running sequences leave free of max(`max_seqs`, 16), and end with their page."""
     prompt_lookup_max: int | None = None
-    """Last tokens of a sequence that prompt lookup looks for, at most; a draft is no longer than what it finds. Default
+    """Size of the largest n-gram that prompt lookup looks for; a draft is no longer than what it finds. Default
     `num_speculative_tokens`, or `prompt_lookup_min` if that is more."""
     prompt_lookup_min: int | None = None
-    """Last tokens that have to have occurred for a draft. Default 3."""
+    """Size of the smallest n-gram that prompt lookup looks for. Default 3."""
     max_round_steps: int = 64
     """Steps of one launch, at most."""
     max_round_seconds: float = 0.5

@@ -215,6 +215,8 @@ class LogitChanges(NamedTuple):
     """u32[row, word], a bit for each token that is possible, as `structured.automaton.packed`; no words: no masks."""
     masked: Any
     """bool[row], the rows that have a mask."""
+    changed: Any
+    """bool[row], the rows that have any change; others need not be written."""
 
 
 @runtime_checkable
@@ -408,8 +410,8 @@ class Backend(ABC):
         largest. None: there is no kernel for it, and sampling computes them in XLA."""
 
     def changed_logits(self, logits: Array, changes: LogitChanges, num_rows: Array) -> Array | None:
-        """Logits f32[row, vocab] with the changes of the first `num_rows` rows; others may be anything. None: there is
-        no kernel for it, and XLA computes it."""
+        """Logits f32[row, vocab] with the changes of rows that have any, of the first `num_rows`; others may be
+        anything. None: there is no kernel for it, and XLA computes it."""
         return None
 
     def masked_best(self, logits: Array, masks: Array, masked: Array, num_rows: Array) -> tuple[Array, Array] | None:

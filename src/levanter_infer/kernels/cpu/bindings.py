@@ -367,11 +367,12 @@ def logit_stats(logits: Array, num_rows: Array, *, isa_name: str | None = None) 
 
 
 def changed_logits(logits: Array, changes: LogitChanges, num_rows: Array, *, isa_name: str | None = None) -> Array:
-    """`Backend.changed_logits`. A row's bits do not depend on the others; rows from `num_rows` on are not written."""
+    """`Backend.changed_logits`. A row's bits do not depend on the others; rows without changes are not written."""
     call = jax.ffi.ffi_call(
         "levanter_infer_changed_logits", jax.ShapeDtypeStruct(logits.shape, jnp.float32), vmap_method="sequential"
     )
-    changes = changes._replace(masked=changes.masked.astype(jnp.int32))
+    masked, changed = changes.masked.astype(jnp.int32), changes.changed.astype(jnp.int32)
+    changes = changes._replace(masked=masked, changed=changed)
     return call(logits, num_rows.astype(jnp.int32), *changes, isa=isa_name or isa())
 
 

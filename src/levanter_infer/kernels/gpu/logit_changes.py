@@ -29,13 +29,11 @@ class _Given(NamedTuple):
 
     logits: Any
     """f32[row, vocab]"""
-    num_rows: Any
-    """i32[1]"""
     changes: LogitChanges
 
 
 def changed_logits(logits: Array, changes: LogitChanges, num_rows: Array, *, interpret: bool = False) -> Array:
-    """`Backend.changed_logits`. Rows from `num_rows` on are not written."""
+    """`Backend.changed_logits`. Rows without changes are not written."""
     rows, vocab = logits.shape
     changes = changes._replace(
         bias_ids=_filled(changes.bias_ids, vocab),
@@ -43,8 +41,9 @@ def changed_logits(logits: Array, changes: LogitChanges, num_rows: Array, *, int
         banned_ids=_filled(changes.banned_ids, vocab),
         masks=_filled(changes.masks, 0),
         masked=changes.masked.astype(jnp.int32),
+        changed=(changes.changed & (jnp.arange(rows, dtype=jnp.int32) < num_rows)).astype(jnp.int32),
     )
-    given = _Given(logits, num_rows.astype(jnp.int32).reshape(1), changes)
+    given = _Given(logits, changes)
     inputs = len(jax.tree.leaves(given))
 
     def call(kernel, name: str, grid: tuple[int, ...], dtype, *others: Array, into: int | None = None) -> Array:
@@ -74,7 +73,7 @@ def _count(given: _Given, _zeros, counts, *, interpret: bool) -> None:
     """Adds a chunk of the known tokens of a row to the counts."""
     row, chunk, own = pl.program_id(0), pl.program_id(1), given.changes
     slot, first = own.slot_ids[row], chunk * _CHUNK
-    exists = (row < given.num_rows[0]) & (slot >= 0) & (slot < own.tokens.shape[0])
+    exists = (own.changed[row] > 0) & (slot >= 0) & (slot < own.tokens.shape[0])
     known = jnp.where(exists, jnp.minimum(own.seq_lens[row], own.tokens.shape[1]), 0)
 
     @pl.when(first < known)
@@ -99,7 +98,7 @@ def _change(given: _Given, counts, out) -> None:
     token = tile * _TILE + jnp.arange(_TILE, dtype=jnp.int32)
     exists = token < out.shape[1]
 
-    @pl.when(row < given.num_rows[0])
+    @pl.when(given.changes.changed[row] > 0)
     def _():
         z = plt.load(given.logits.at[row, token], mask=exists, other=jnp.float32(0))
         plt.store(out.at[row, token], _changed(given.changes, counts, z, row, token, exists), mask=exists)
@@ -114,7 +113,7 @@ def _change_few(given: _Given, counts, _changed_logits, out) -> None:
         number = jnp.arange(pl.next_power_of_2(ref.shape[1]), dtype=jnp.int32)
         return plt.load(ref.at[row, number], mask=number < ref.shape[1], other=jnp.asarray(other, ref.dtype))
 
-    @pl.when(row < given.num_rows[0])
+    @pl.when(own.changed[row] > 0)
     def _():
         token, banned = column(own.bias_ids, vocab), column(own.banned_ids, vocab)
         exists = (token >= 0) & (token < vocab)

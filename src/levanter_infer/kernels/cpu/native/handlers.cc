@@ -318,19 +318,19 @@ int32_t* zero_counts(int64_t vocab) {
 }
 
 // Arguments: logits f32[rows, vocab]; used i32[], rows in use; and the fields of `LogitChanges` of kernels/backend.py.
-// Result: the changed logits of rows in use; the others are not written.
+// Result: the logits of changed rows in use; the others are not written.
 ffi::Error changed_logits(ffi::ThreadPool threads, ffi::Buffer<ffi::F32> logits, ffi::Buffer<ffi::S32> used,
                           ffi::Buffer<ffi::S32> bias_ids, ffi::Buffer<ffi::F32> bias_values,
                           ffi::Buffer<ffi::F32> repetition, ffi::Buffer<ffi::F32> frequency,
                           ffi::Buffer<ffi::F32> presence, ffi::Buffer<ffi::S32> tokens, ffi::Buffer<ffi::S32> slot_ids,
                           ffi::Buffer<ffi::S32> prompt_lens, ffi::Buffer<ffi::S32> seq_lens,
                           ffi::Buffer<ffi::S32> banned_ids, ffi::Buffer<ffi::U32> masks, ffi::Buffer<ffi::S32> masked,
-                          ffi::ResultBuffer<ffi::F32> results, std::string_view isa) {
+                          ffi::Buffer<ffi::S32> changed, ffi::ResultBuffer<ffi::F32> results, std::string_view isa) {
   if (logits.dimensions().size() != 2 || !same_shape(logits.dimensions(), results->dimensions()))
     return invalid("changed_logits: logits or results are not [rows, vocab]");
   const int64_t rows = logits.dimensions()[0], vocab = logits.dimensions()[1];
-  if (!are_of_rows(rows, repetition, frequency, presence, slot_ids, prompt_lens, seq_lens))
-    return invalid("changed_logits: penalties, slots or lengths are not [rows]");
+  if (!are_of_rows(rows, repetition, frequency, presence, slot_ids, prompt_lens, seq_lens, changed))
+    return invalid("changed_logits: penalties, slots, lengths or changed are not [rows]");
   if (!is_matrix(rows, bias_ids.dimensions()) || !same_shape(bias_ids.dimensions(), bias_values.dimensions()) ||
       !is_matrix(rows, banned_ids.dimensions()) || tokens.dimensions().size() != 2)
     return invalid("changed_logits: bias and banned ids are not [rows, n], or tokens not [slots, positions]");
@@ -341,6 +341,7 @@ ffi::Error changed_logits(ffi::ThreadPool threads, ffi::Buffer<ffi::F32> logits,
   const int64_t biases = bias_ids.dimensions()[1], bans = banned_ids.dimensions()[1];
   const Kernels& kernels = kernels_for(isa);
   Workers::shared().run(threads.num_threads(), std::clamp<int64_t>(*used.typed_data(), 0, rows), [&](int64_t row) {
+    if (changed.typed_data()[row] == 0) return;
     const int64_t slot = slot_ids.typed_data()[row];
     const bool is_known = slot >= 0 && slot < slots;
     const LogitChange change{
@@ -628,6 +629,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(levanter_infer_changed_logits, levanter_infer::cha
                                   .Arg<ffi::Buffer<ffi::S32>>()
                                   .Arg<ffi::Buffer<ffi::S32>>()
                                   .Arg<ffi::Buffer<ffi::U32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
                                   .Arg<ffi::Buffer<ffi::S32>>()
                                   .Ret<ffi::Buffer<ffi::F32>>()
                                   .Attr<std::string_view>("isa"));
