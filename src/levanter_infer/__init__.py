@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from levanter_infer.engine.continuation import continuation as continuation
     from levanter_infer.engine.continuation import joined as joined
     from levanter_infer.engine.engine import InferenceEngine as InferenceEngine
+    from levanter_infer.engine.mesh import MeshConfig as MeshConfig
     from levanter_infer.engine.params import SamplingParams as SamplingParams
     from levanter_infer.engine.pure import generate as generate
     from levanter_infer.engine.reader import Update as Update
@@ -35,6 +36,7 @@ _WHERE = {
     "continuation": "engine.continuation",
     "joined": "engine.continuation",
     "InferenceEngine": "engine.engine",
+    "MeshConfig": "engine.mesh",
     "SamplingParams": "engine.params",
     "GenerateOutput": "decode.generate",
     "generate": "engine.pure",
