@@ -130,20 +130,20 @@ def test_logits_change_by_bias_penalties_bans_and_masks(isa, vocab):
     call = jax.jit(functools.partial(bindings.changed_logits, isa_name=isa))
     wanted = changed_by_numpy(logits, changes, allowed)
     for _ in range(2):
-        found = np.asarray(call(jnp.asarray(logits), changes, jnp.int32(6)))[:6]
-        np.testing.assert_allclose(found, wanted[:6], rtol=1e-6, atol=1e-6)
-    for row in range(6):
+        found = np.asarray(call(jnp.asarray(logits), changes, jnp.int32(9)))[:9]
+        np.testing.assert_allclose(found, wanted[:9], rtol=1e-6, atol=1e-6)
+    for row in range(9):
         tokens = changes.tokens
-        one = jax.tree.map(lambda array, row=row: array[row : row + 1], changes._replace(tokens=np.zeros(7)))
+        one = jax.tree.map(lambda array, row=row: array[row : row + 1], changes._replace(tokens=np.zeros(10)))
         alone = call(jnp.asarray(logits[row : row + 1]), one._replace(tokens=tokens), jnp.int32(1))
         assert np.asarray(alone)[0].tobytes() == np.asarray(found)[row].tobytes()
-    few = changes._replace(changed=np.arange(7) % 3 == 1)
-    assert np.asarray(call(jnp.asarray(logits), few, jnp.int32(6)))[[1, 4]].tobytes() == found[[1, 4]].tobytes()
-    without = changes._replace(masks=np.zeros((7, 0), np.uint32))
-    no_mask = changes._replace(masked=np.zeros(7, bool))
+    few = changes._replace(changed=np.arange(10) % 3 == 1)
+    assert np.asarray(call(jnp.asarray(logits), few, jnp.int32(9)))[[1, 4, 7]].tobytes() == found[[1, 4, 7]].tobytes()
+    without = changes._replace(masks=np.zeros((10, 0), np.uint32))
+    no_mask = changes._replace(masked=np.zeros(10, bool))
     wanted = changed_by_numpy(logits, no_mask, allowed)
     for own in (without, no_mask):
-        np.testing.assert_allclose(call(jnp.asarray(logits), own, jnp.int32(7)), wanted, rtol=1e-6, atol=1e-6)
+        np.testing.assert_allclose(call(jnp.asarray(logits), own, jnp.int32(10)), wanted, rtol=1e-6, atol=1e-6)
 
 
 @built
@@ -182,11 +182,11 @@ def test_arguments_of_other_shapes_are_refused():
     for wrong, refusal in [
         (dict(presence=np.zeros(2, np.float32)), "changed_logits: penalties, slots, lengths or changed"),
         (dict(changed=np.zeros(2, bool)), "changed_logits: penalties, slots, lengths or changed"),
-        (dict(bias_values=np.zeros((7, 3), np.float32)), "changed_logits: bias and banned ids"),
+        (dict(bias_values=np.zeros((10, 3), np.float32)), "changed_logits: bias and banned ids"),
         (dict(banned_ids=np.zeros((2, 3), np.int32)), "changed_logits: bias and banned ids"),
         (dict(tokens=np.zeros(9, np.int32)), "tokens not"),
         (dict(masks=np.zeros((6, 128), np.uint32)), "changed_logits: masks are not"),
-        (dict(masks=np.zeros((7, 64), np.uint32)), "changed_logits: masks have no multiple"),
+        (dict(masks=np.zeros((10, 64), np.uint32)), "changed_logits: masks have no multiple"),
         (dict(masked=np.zeros(6, bool)), "changed_logits: masked is not"),
     ]:
         with pytest.raises(Exception, match=refusal):

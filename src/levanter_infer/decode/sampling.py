@@ -381,7 +381,7 @@ class _Rows(NamedTuple):
         modified: Array | None,
         masks: RowMasks | None,
     ) -> "_Rows":
-        """Args: as of `sample`."""
+        """Args: as of `choose`."""
         column, used = rows.columns, history.slot_ids < history.tokens.shape[0]
         changes = _Changes.of(column, history, used, vocab, modified, masks)
         greedy = (column["temperature"] < GREEDY_TEMPERATURE) | changes.forced

@@ -42,7 +42,7 @@ def candidates(
     Args:
         logits: f32[row, vocab]
         beams: rows that do not belong to one of its beams are offered nothing.
-        vocab: as in `sample`.
+        vocab: as in `choose`.
         max_beams: most beams of any group.
     """
     if not isinstance(beams, BeamTable):

@@ -131,9 +131,11 @@ class Shapes:
     windows: tuple[WindowShape, ...] = ()
     """One for each sliding window whose layers have pages of their own. The other layers have all `num_pages`."""
     sampled_rows: int | None = MIN_ROWS
-    """Rows that are sampled together; None: all. Few suit a CPU: sampling is compiled once, for a shape that suits one
+    """Rows that XLA samples together; None: all. Few suit a CPU: sampling is compiled once, for a shape that suits one
     sequence and, a few rows after another, any number; it is batch-invariant because the shape is fixed. Where a loop
-    costs more than its rows (a GPU asks its host whether to continue), all are better."""
+    costs more than its rows (a GPU asks its host whether to continue), all are better. With kernels that choose the
+    tokens of all rows at once (`sampling.samples_whole_rows`), only the rest is computed of so many rows: log
+    probabilities and, where the step changes logits or offers beams by XLA, everything."""
     mixed_tokens: int | None = None
     """Capacity of one more bucket, where it is between that of decoding and the largest (`Platform.mixed_tokens`)."""
     block_tokens: int | None = None

@@ -213,7 +213,7 @@ def sample_rows(
     rows = (logits, plan.slot_ids, lens, states, stats)
     if count is None:
         return result_of(*rows)
-    needs_copies = logits_mod is not None or shapes.max_beams > 0  # in XLA, which are of few rows at a time
+    needs_copies = logits_mod is not None or shapes.max_beams > 0  # copies of logits, made of few rows at a time
     at_once = not needs_copies and stats is not None and samples_whole_rows(model.backend, logits, model.vocab)
     chosen = chosen_of(*rows) if at_once else None
 

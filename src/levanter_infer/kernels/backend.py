@@ -60,7 +60,7 @@ class Platform:
     integers_for_floats: bool = False
     """Whether XLA's code reads parts of 16- and 8-bit floats better as integers of their width (decision 0006)."""
     sampled_rows: int | None = None
-    """Rows that are sampled together; None: all."""
+    """Rows that XLA samples together; None: all (`decode.shapes.Shapes.sampled_rows`)."""
     step_tokens: int = 256
     """Tokens of a step for which the devices need not wait for the weights, as far as is known: the default of
     `engine.max_step_tokens` follows from it."""
