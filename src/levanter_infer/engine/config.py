@@ -116,7 +116,7 @@ class EngineConfig:
     numerics: str = "default"
     """`default`: random numbers depend on the request alone; rounding may depend on the batch composition.
     `batch_invariant`: tokens and logprobs are bit-identical for any batch composition; refused where the backends do
-    not provide that (docs/numerics.md)."""
+    not provide that (docs/numerics.md). It is the default of batch jobs (docs/batch.md)."""
     num_speculative_tokens: int = 0
     """Speculative decoding by prompt lookup: draft tokens of a sequence in one step, at most. 0: off. Where the last
     n-gram of a sequence has occurred in it before, the tokens that followed it there are verified as a draft in the
@@ -133,7 +133,9 @@ class EngineConfig:
     """Longest round: cancellation takes effect between rounds; the steps per round adapt to stay under this time. An
     `AsyncEngine` and a server have shorter ones (`serve.max_round_seconds`)."""
     recompilation: str = "error"
-    """Reaction to a recompilation after `warmup`, which no request can cause: error or warn."""
+    """Reaction to a recompilation after `warmup`, which no request can cause: error or warn. The first request with a
+    feature that has tables of its own (constraints, `prompt_logprobs`, `return_routed_experts`) compiles the round with
+    it, which is no recompilation."""
     max_logprobs: int = 20
     """Largest `logprobs` that a request may ask for."""
     max_prompt_logprobs: int = 1

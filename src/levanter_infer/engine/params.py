@@ -128,7 +128,8 @@ class SamplingParams:
     """Fewest tokens to generate: until then end-of-sequence and one-token stops are impossible, and no other stop ends
     the sample. 0 to max_tokens."""
     logprobs: int | None = None
-    """None: no log probabilities; 0: of the generated tokens; k: also of the k likeliest tokens at each position."""
+    """0: log probabilities of the generated tokens; k: also of the k likeliest tokens at each position. None: files and
+    a server's answers have none (`Completion.logprobs` always has those of the generated tokens)."""
     prompt_logprobs: int | None = None
     """None: no log probabilities of the prompt; 0: of each of its tokens after the first; k: also of the k likeliest
     tokens at each of these positions."""
