@@ -259,7 +259,7 @@ def test_logits_of_many_rows_have_the_bits_of_few(isa, inputs, outputs):
 
 @each_isa
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
-@pytest.mark.parametrize("rows", [1, 13, 48])
+@pytest.mark.parametrize("rows", [1, 2, 13, 48])
 def test_every_panel_is_computed_where_several_are_one_piece_of_work(isa, rows, dtype):
     x, weights = random_problem(rows, 8, (MANY_OUTPUTS, 3), dtype, layers=1)
     for y, weight in zip(matmul(isa, x, weights, 0), weights, strict=True):
