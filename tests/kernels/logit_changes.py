@@ -8,7 +8,7 @@ from levanter_infer.structured.automaton import packed
 
 def changes_of(vocab: int) -> tuple[np.ndarray, LogitChanges, np.ndarray]:
     """Logits of ten rows, their changes, and the tokens that the masks allow. The slots of the fourth and the eighth
-    row do not exist, the fifth and the ninth know no token, and the last has more tokens than there is room for. Some
+    row do not exist, the fifth and the ninth know no token, and the last has more tokens than the table holds. Some
     biased and banned ids are no tokens."""
     rng, rows = np.random.default_rng(vocab), 10
     allowed = rng.random((rows, vocab)) < 0.5
